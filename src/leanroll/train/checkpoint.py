@@ -1,0 +1,161 @@
+"""Atomic checkpoints.
+
+    checkpoints/step-000012/policy/       HF or peft format: load it with transformers or peft, nothing of ours needed
+                            trainer.pt    fp32 masters, optimizer moments, random state: what exact resume needs
+                            state.json    step and what identifies the run
+    checkpoints/latest                    symbolic link to the newest complete one
+
+A checkpoint is written under a temporary name, flushed to disk and renamed, then `latest` is replaced: a kill at any
+moment leaves the previous one in force.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from leanroll.errors import ResumeError
+
+LATEST = "latest"
+STATE_FILE = "state.json"
+TRAINER_FILE = "trainer.pt"
+POLICY_DIR = "policy"
+_PREFIX, _TEMP = "step-", ".tmp-"
+
+
+class Checkpoints:
+    """The checkpoints of one run directory. `keep`: how many to keep, the newest ones; 0 keeps all."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self.keep = keep
+
+    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+        """Write one checkpoint: `write(directory)` fills it, `state` becomes state.json together with the step."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        final = self.directory / f"{_PREFIX}{step:06d}"
+        temp = self.directory / f"{_TEMP}{final.name}"
+        shutil.rmtree(temp, ignore_errors=True)
+        temp.mkdir()
+        write(temp)
+        (temp / STATE_FILE).write_text(json.dumps({**state, "step": step}, indent=1), encoding="utf-8")
+        _flush_tree(temp)
+        if final.exists():  # left by a run that was killed before `latest` moved
+            shutil.rmtree(final)
+        os.replace(temp, final)
+        _flush(self.directory)
+        link = self.directory / f"{_TEMP}{LATEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        os.replace(link, self.directory / LATEST)
+        _flush(self.directory)
+        self._prune()
+        return final
+
+    def latest(self) -> Path | None:
+        """The checkpoint in force, or None when the run has none yet."""
+        link = self.directory / LATEST
+        if not link.is_symlink():
+            return None
+        path = self.directory / os.readlink(link)
+        if not (path / STATE_FILE).is_file():
+            raise ResumeError(f"{link} points to {path.name}, not a complete checkpoint; point it to one that is.")
+        return path
+
+    def drop_newer_than(self, step: int) -> None:
+        """Remove temporary directories and checkpoints after `step`, left by a kill."""
+        for path in self._complete():
+            if int(path.name.removeprefix(_PREFIX)) > step:
+                shutil.rmtree(path)
+        for path in self.directory.glob(f"{_TEMP}{_PREFIX}*"):
+            shutil.rmtree(path)
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
+
+    def _prune(self) -> None:
+        if self.keep:
+            for path in self._complete()[: -self.keep]:
+                shutil.rmtree(path)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """State of the global generators. Sampling and data order do not use them; dropout and user rewards may."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        # Plain values, which torch.load(weights_only=True) reads.
+        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` returned."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries to dotted keys; everything else is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def check_same_config(saved: dict[str, Any], given: dict[str, Any], may_change: frozenset[str]) -> None:
+    """Compare two resolved configs (nested dictionaries of plain values).
+
+    Raises:
+        ResumeError: keys outside `may_change` differ; the message names each with both values.
+    """
+    old, new = flatten(saved), flatten(given)
+    missing = object()
+    differing = {key for key in set(old) | set(new) if old.get(key, missing) != new.get(key, missing)}
+    changed = sorted(differing - may_change)
+    if changed:
+        lines = "; ".join(f"{key}: {old.get(key, 'absent')!r} → {new.get(key, 'absent')!r}" for key in changed)
+        raise ResumeError(
+            f"Cannot resume: {len(changed)} config keys changed since the run began ({lines}). Undo the changes, or "
+            f"start a new run directory. Keys that may change: {', '.join(sorted(may_change))}."
+        )
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _flush_tree(root: Path) -> None:
+    for directory, _, files in os.walk(root):
+        for name in files:
+            _flush(Path(directory) / name)
+        _flush(Path(directory))

@@ -1,0 +1,134 @@
+"""The one step loop of every trainer.
+
+    for step: batch = algorithm.collect(step) → algorithm.update(step, batch) → evaluate → log → checkpoint
+
+Order matters for exact resume: a step's metrics are on disk before its checkpoint, so a checkpoint of step k implies
+the metrics of steps ≤ k, and a resumed run cuts metrics.jsonl back to k and repeats the rest with the same draws.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+from leanroll.errors import TrainingDiverged
+from leanroll.train.progress import RunDisplay
+
+BatchT = TypeVar("BatchT")
+Metrics = dict[str, float]
+
+
+class Algorithm(Protocol[BatchT]):
+    """What a trainer does; the loop decides when. Steps count from 1."""
+
+    num_updates: int
+    """Optimizer updates so far; tells whether a diverged step had already changed the parameters."""
+
+    def collect(self, step: int) -> BatchT:
+        """Make the step's training batch (roll out, score)."""
+        ...
+
+    def update(self, step: int, batch: BatchT) -> Metrics:
+        """Update the policy; return the step's metrics. Raises TrainingDiverged before a non-finite update is
+        applied."""
+        ...
+
+    def evaluate(self, step: int) -> Metrics:
+        """Metrics on held-out prompts; step 0 is the policy before training."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """When things happen. `eval_every`, `save_every`: in steps; 0 means only after the last step."""
+
+    first_step: int
+    num_steps: int
+    eval_every: int
+    save_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """Where the loop stopped. `interrupted`: by Ctrl-C, after finishing and saving `last_step`."""
+
+    last_step: int
+    interrupted: bool
+
+
+def run_loop(
+    algorithm: Algorithm[Any],
+    plan: LoopPlan,
+    display: RunDisplay,
+    *,
+    log: Callable[[int, Mapping[str, float]], None],
+    save: Callable[[int], None],
+    summarise: Callable[[int, Mapping[str, float]], str],
+) -> LoopResult:
+    """Run steps `plan.first_step` … `plan.num_steps`. A first Ctrl-C finishes the step, saves and returns; a second
+    one aborts.
+
+    Raises:
+        TrainingDiverged: from the algorithm; the last intact state is saved first when this step had not changed it.
+    """
+    last = plan.first_step - 1
+    saved = last
+    with GracefulStop(display.say) as stop:
+        for step in range(plan.first_step, plan.num_steps + 1):
+            updates_before = algorithm.num_updates
+            try:
+                metrics = algorithm.update(step, algorithm.collect(step))
+            except TrainingDiverged:
+                if algorithm.num_updates == updates_before and saved < last:
+                    save(last)
+                raise
+            final = step == plan.num_steps
+            if final or _due(step, plan.eval_every):
+                metrics |= algorithm.evaluate(step)
+            seconds = display.clock.take()
+            metrics |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": sum(seconds.values())}
+            log(step, metrics)
+            last = step
+            if final or stop.requested or _due(step, plan.save_every):
+                save(step)
+                saved = step
+            display.step_done(step, summarise(step, metrics))
+            if stop.requested and not final:
+                return LoopResult(last, interrupted=True)
+    return LoopResult(last, interrupted=False)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class GracefulStop:
+    """While active, the first SIGINT sets `requested`; the second raises KeyboardInterrupt.
+
+    Signals reach only the main thread; elsewhere this does nothing and `requested` stays False.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.requested = False
+        self._say = say
+        self._previous: Any = None
+        self._active = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> GracefulStop:
+        if self._active:
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._active:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self._say("Interrupted: finishing this step and saving. Press Ctrl-C again to abort at once.")

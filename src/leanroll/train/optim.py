@@ -1,0 +1,135 @@
+"""AdamW on fp32 weights, whatever the model's dtype.
+
+Policy of precisions: every trainable parameter has an fp32 master. An fp32 parameter (LoRA weights are kept in fp32
+even on a bf16 model) is its own master; a bf16 parameter (full fine-tuning in bf16) gets a copy, because an update of
+relative size 1e-3 vanishes in bf16's eight bits. Gradients of micro-batches are accumulated in the master's fp32
+`.grad`, so their sum does not depend on how the batch was cut; clipping and AdamW work on masters; the result is
+rounded into the model once per update. Memory: 12 bytes per trainable fp32 parameter besides the weight (gradient and
+two moments), 16 per bf16 one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from leanroll.errors import ConfigError, ResumeError
+
+SchedulerType = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate_factor(kind: SchedulerType, step: int, num_steps: int, warmup_steps: int) -> float:
+    """Factor on the learning rate for the 1-based `step` of `num_steps`; all updates of a step share it.
+
+    Warm-up rises linearly and reaches 1 at step `warmup_steps`; `linear` and `cosine` then fall towards 0, which they
+    would reach one step after the last, so that no step is wasted. A pure function of the step, so there is no
+    scheduler state to save.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    if kind == "constant":
+        return 1.0
+    start = max(1, warmup_steps)
+    progress = (step - start) / (num_steps + 1 - start)
+    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class MasterAdamW:
+    """AdamW over named parameters with fp32 masters. See the module docstring.
+
+    Weight decay applies to matrices only (not to biases and norms).
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.parameters = {name: p for name, p in named if p.requires_grad}
+        if not self.parameters:
+            raise ConfigError("The model has no trainable parameter; give it a LoRA adapter or unfreeze its weights.")
+        self.masters: dict[str, Tensor] = {
+            name: p if p.dtype == torch.float32 else p.detach().float().clone() for name, p in self.parameters.items()
+        }
+        self.lr = lr
+        matrices = [m for m in self.masters.values() if m.dim() >= 2]
+        vectors = [m for m in self.masters.values() if m.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps)
+
+    def accumulate(self) -> None:
+        """Move the gradients of the last backward into the masters. Call once per backward."""
+        for name, p in self.parameters.items():
+            master = self.masters[name]
+            if master is p or p.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = p.grad.float()
+            else:
+                master.grad += p.grad
+            p.grad = None
+
+    def grad_norm(self) -> float:
+        """L2 norm over all accumulated gradients (nan or inf when one of them is not finite)."""
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def step(self, *, lr_factor: float, max_grad_norm: float, grad_norm: float) -> None:
+        """Clip to `max_grad_norm` (0: never) given the norm, update masters, round them into the model, drop
+        gradients."""
+        if 0 < max_grad_norm < grad_norm:
+            scale = max_grad_norm / grad_norm
+            for m in self.masters.values():
+                if m.grad is not None:
+                    m.grad.mul_(scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr * lr_factor
+        self.adamw.step()
+        self._round_into_model()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, accumulated or not."""
+        for name, p in self.parameters.items():
+            p.grad = None
+            self.masters[name].grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and moments; enough to continue exactly."""
+        masters = {name: m.detach() for name, m in self.masters.items()}
+        return {"masters": masters, "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore masters, moments and the model's parameters.
+
+        Raises:
+            ResumeError: the saved parameters are not this model's.
+        """
+        saved: dict[str, Tensor] = state["masters"]
+        differing = sorted(set(saved) ^ set(self.masters)) or sorted(
+            name for name, m in self.masters.items() if m.shape != saved[name].shape
+        )
+        if differing:
+            raise ResumeError(
+                f"The checkpoint's trainable parameters are not this model's ({len(differing)} differ, such as "
+                f"{differing[0]}); resume with the model and adapter options of the original run."
+            )
+        with torch.no_grad():
+            for name, m in self.masters.items():
+                m.copy_(saved[name])
+        self._round_into_model()
+        self.adamw.load_state_dict(state["adamw"])
+
+    def _round_into_model(self) -> None:
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                if self.masters[name] is not p:
+                    p.copy_(self.masters[name])
