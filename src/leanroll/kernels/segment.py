@@ -13,9 +13,7 @@ QUERY_BLOCK = 512
 """Queries per block where an explicit mask is needed; bounds the mask to QUERY_BLOCK x Tk."""
 
 
-def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0, window: int = 0
-) -> Tensor:
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0, window: int = 0) -> Tensor:
     """Causal attention in which the queries are the last Tq of the Tk positions.
 
     Args:

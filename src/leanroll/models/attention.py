@@ -1,9 +1,10 @@
 """The attention hook: every Hugging Face causal LM, unchanged, attends through a context of ours.
 
-`install_attention(model)` registers one attention function with transformers' `AttentionInterface`. The model is then called with
-`use_cache=False` and `leanroll=ctx`; transformers passes the keyword down to the attention function, which hands query,
-key and value to `ctx.attend`. What a context does with them (write to a page pool and decode, score a packed batch) is its own
-business. Padding and packing travel in the context: a padding mask or an attention keyword we do not know raises.
+`install_attention(model)` registers one attention function with transformers' `AttentionInterface`. The model is then
+called with `use_cache=False` and `leanroll=ctx`; transformers passes the keyword down to the attention function, which
+hands query, key and value to `ctx.attend`. What a context does with them (write to a page pool and decode, score a
+packed batch) is its own business. Padding and packing travel in the context: a padding mask or an attention keyword we
+do not know raises.
 """
 
 from __future__ import annotations
@@ -19,17 +20,29 @@ from leanroll.errors import ModelError
 
 IMPLEMENTATION = "leanroll"
 
-# Keywords that transformers hands to attention functions and that change nothing for us: positions are already in the rotated
-# keys, causality and windows are ours to apply.
-_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "position_embeddings",
-                       "output_hidden_states", "return_dict", "position_bias"})
+# Keywords that transformers hands to attention functions and that change nothing for us: positions are already in the
+# rotated keys, causality and windows are ours to apply.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "is_causal",
+        "output_attentions",
+        "position_embeddings",
+        "output_hidden_states",
+        "return_dict",
+        "position_bias",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """What one layer asks of its attention.
 
-    layer: index of the layer. scale: factor on q·k. softcap: 0 means none; otherwise scores become softcap·tanh(score/softcap).
+    layer: index of the layer. scale: factor on q·k. softcap: 0 means none; otherwise scores become
+    softcap·tanh(score/softcap).
     window: 0 means full; otherwise a query sees the last `window` tokens, its own included.
     """
 
@@ -58,7 +71,8 @@ def install_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, AttributeError) as error:
         raise ModelError(
-            f"{type(model).__name__} does not accept a custom attention function ({error}); expected an architecture built on "
+            f"{type(model).__name__} does not accept a custom attention function ({error}); expected an architecture "
+            "built on "
             "transformers' AttentionInterface, such as Llama, Qwen2, Qwen3, Gemma2 or Gemma3."
         ) from error
 
@@ -79,12 +93,14 @@ def _attention(
     name = type(module).__name__
     if leanroll is None:
         raise ModelError(
-            f"{name} was called without a batch context; call the model with use_cache=False and leanroll=<context>, or restore "
+            f"{name} was called without a batch context; call the model with use_cache=False and leanroll=<context>, "
+            "or restore "
             "another attention implementation with model.set_attn_implementation('sdpa')."
         )
     if attention_mask is not None:
         raise ModelError(
-            f"{name} got an attention mask of shape {tuple(attention_mask.shape)}; padding and packing travel in the context. "
+            f"{name} got an attention mask of shape {tuple(attention_mask.shape)}; padding and packing travel in the "
+            "context. "
             "Do not pass attention_mask."
         )
     if dropout:
@@ -92,7 +108,8 @@ def _attention(
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if unknown:
         raise ModelError(
-            f"{name} passes attention options {unknown} that leanroll does not implement; such a model is not supported."
+            f"{name} passes attention options {unknown} that leanroll does not implement; such a model is not "
+            "supported."
         )
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
@@ -104,6 +121,7 @@ def _attention(
 
 
 def reject_padding(attention_mask: torch.Tensor | None) -> None:
-    """Raise ModelError when a padding mask comes in from outside (transformers drops it before the attention function)."""
+    """Raise ModelError when a padding mask comes in from outside (transformers drops it before the attention
+    function)."""
     if attention_mask is not None:
         raise ModelError("A padding mask was passed to a model that runs on leanroll contexts; pack the batch instead.")

@@ -1,6 +1,7 @@
 """How many KV pages a token may read, as a step function of total length.
 
-Source: Sparrow, arXiv 2606.08446. A schedule is data: a JSON file, a preset name, or built in code. Never imports torch.
+Source: Sparrow, arXiv 2606.08446. A schedule is data: a JSON file, a preset name, or built in code. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class BudgetSchedule:
         path = Path(name)
         if not path.is_file():
             raise ConfigError(
-                f"No schedule {name!r}: it is neither a file nor a preset. Presets: dense, {', '.join(sorted(presets))}."
+                f"No schedule {name!r}: it is neither a file nor a preset. Presets: dense, {', "
+                "'.join(sorted(presets))}."
             )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +139,9 @@ class BudgetSchedule:
                     values[key] = tuple(int(x) for x in values[key])
             return cls(**values)
         except TypeError as error:
-            raise ConfigError(f"Schedule {where!r}: {error}; `pages` and `dense_layers` are lists of integers.") from error
+            raise ConfigError(
+                f"Schedule {where!r}: {error}; `pages` and `dense_layers` are lists of integers."
+            ) from error
 
 
 def preset_names() -> list[str]:
@@ -150,7 +154,7 @@ def _presets() -> dict[str, dict[str, Any]]:
     file = json.loads(text)
     common = {"scorer": "mean", "provenance": {"source": file["source"]}}
     return {
-        entry["name"]: {**common, **{k: v for k, v in entry.items() if k != "model"}} | {"provenance": {
-            "source": file["source"], "model": entry["model"]}}
+        entry["name"]: {**common, **{k: v for k, v in entry.items() if k != "model"}}
+        | {"provenance": {"source": file["source"], "model": entry["model"]}}
         for entry in file["schedules"]
     }

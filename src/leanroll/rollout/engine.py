@@ -1,0 +1,206 @@
+"""Continuous batching on a paged KV pool: prompts in, groups of completions out.
+
+The engine runs the live modules of a `Policy` (no copy of the weights, LoRA unmerged), so it samples the very policy
+that is trained. Prompts are prefilled once per group with dense attention, and pages of equal beginnings are shared;
+samples are decoded together, each under its own page budget. A sequence is admitted only when the pages it may ever
+need are reserved, and is never prefilled again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from leanroll.errors import ConfigError
+from leanroll.kernels.dispatch import get_backend
+from leanroll.kernels.scorers import get_scorer
+from leanroll.models.fast import fast_decode
+from leanroll.models.policy import Policy
+from leanroll.rollout.batching import Batcher, RolloutProgress
+from leanroll.rollout.pages import PagePool, pages_for_memory
+from leanroll.rollout.sampling import check_sampling
+from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.rollout.sequence import PromptState
+from leanroll.types import Prompt, RolloutFailure, RolloutGroup, SamplingParams
+
+
+class RolloutEngine:
+    """Samples completions with block-sparse attention under a budget schedule.
+
+    Args:
+        policy: model, head and tokenizer; shared with the trainer.
+        schedule: pages by length; `BudgetSchedule.dense()` for ordinary attention.
+        kv_memory_gib: memory for keys, values and landmarks. The pool takes no more than the largest call needs.
+        kernel: "auto", "reference", "cpu" or "triton".
+        max_batch_size: sequences decoded together.
+        prefill_tokens: prompt tokens per prefill forward; longer prompts take several.
+        accelerate_modules: replace small matrix products and norms of the decode step by ours where they agree (CPU).
+
+    Raises:
+        ConfigError: the memory does not hold one page, or a dense layer does not exist.
+        BackendUnavailable: the kernel is not available on this machine.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        schedule: BudgetSchedule,
+        *,
+        kv_memory_gib: float = 2.0,
+        kernel: str = "auto",
+        max_batch_size: int = 64,
+        kv_dtype: torch.dtype | None = None,
+        prefill_tokens: int = 2048,
+        accelerate_modules: bool = True,
+    ) -> None:
+        if max_batch_size < 1 or prefill_tokens < 1:
+            raise ConfigError(
+                f"max_batch_size is {max_batch_size} and prefill_tokens {prefill_tokens}; expected at least 1 of each."
+            )
+        spec = policy.spec
+        outside = [i for i in schedule.dense_layers if i >= spec.num_layers]
+        if outside:
+            raise ConfigError(
+                f"Schedule {schedule.name!r} names dense layers {outside}, but the model has {spec.num_layers} layers "
+                "(0 to "
+                f"{spec.num_layers - 1})."
+            )
+        self.policy, self.schedule = policy, schedule
+        self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
+        self.accelerate_modules = accelerate_modules and policy.device.type == "cpu"
+        self.backend = get_backend(kernel, policy.device)
+        self.scorer = get_scorer(schedule.scorer)
+        self.sparse_layers: tuple[int, ...] = (
+            ()
+            if schedule.is_dense
+            else tuple(i for i in range(spec.num_layers) if i not in schedule.dense_layers and spec.windows[i] == 0)
+        )
+        self._kv_dtype = kv_dtype or policy.dtype
+        self._max_pages = pages_for_memory(
+            kv_memory_gib,
+            page_size=schedule.page_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self._kv_dtype,
+            scorer=self.scorer,
+            num_sparse_layers=len(self.sparse_layers),
+        )
+        self._kv_memory_gib = kv_memory_gib
+        self._pool: PagePool | None = None
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The page pool; None before the first call. Empty between calls."""
+        return self._pool
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        num_samples: int,
+        *,
+        step: int = 0,
+        progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> list[RolloutGroup]:
+        """Complete every prompt `num_samples` times.
+
+        Args:
+            prompts: in any order and number; groups come back in the same order.
+            sampling: how tokens are drawn; its seed, `step`, the prompt's index and the sample index key the draws.
+            progress: called after every decode step.
+
+        Returns:
+            One group per prompt. A sample that cannot be generated (it does not fit in the context or in the pool) is
+            in `failures` of its group.
+
+        Raises:
+            ConfigError: sampling parameters that make no sense, or no sample at all can be generated.
+            RolloutError: the policy's weights changed while the engine was generating.
+        """
+        check_sampling(sampling, self.policy.spec.vocab_size)
+        if num_samples < 1:
+            raise ConfigError(f"num_samples is {num_samples}; expected at least 1.")
+        sources = [PromptState(i, p, deque(range(num_samples))) for i, p in enumerate(prompts)]
+        runnable = [s for s in sources if self._admissible(s, sampling)]
+        if sources and not runnable:
+            raise ConfigError(f"No prompt can be completed. The first one: {sources[0].failed[0].reason}")
+        if runnable:
+            self._pool = self._pool_for(runnable, sampling, num_samples)
+            batcher = Batcher(
+                self.policy,
+                self._pool,
+                self.backend,
+                self.scorer,
+                self.schedule,
+                sampling,
+                step=step,
+                max_batch_size=self.max_batch_size,
+                prefill_tokens=self.prefill_tokens,
+                progress=progress,
+            )
+            modules = fast_decode(self.policy) if self.accelerate_modules else nullcontext()
+            with torch.inference_mode(), modules:
+                batcher.run(runnable)
+        return [
+            RolloutGroup(
+                prompt=s.prompt,
+                rollouts=tuple(s.done[i] for i in sorted(s.done)),
+                failures=tuple(s.failed),
+            )
+            for s in sources
+        ]
+
+    def _admissible(self, source: PromptState, sampling: SamplingParams) -> bool:
+        """Whether the prompt's samples can ever run; otherwise they fail here, alone."""
+        size, most = self.schedule.page_size, sampling.max_completion_length
+        total = source.length + most
+        needed = source.num_prompt_pages(size) + source.num_sample_pages(size, most)
+        limit = self.policy.spec.max_position
+        if source.length == 0:
+            reason = "the prompt has no tokens; give at least one (a BOS token, say)."
+        elif total > limit:
+            reason = (
+                f"prompt of {source.length} tokens + max_completion_length {sampling.max_completion_length} = {total} "
+                "tokens, but "
+                f"the model's context holds {limit}; shorten the prompt or the completion."
+            )
+        elif needed > self._max_pages:
+            reason = (
+                f"a sequence of up to {total} tokens needs {needed} pages of {self.schedule.page_size} tokens, but "
+                "kv_memory_gib="
+                f"{self._kv_memory_gib} holds {self._max_pages}; raise kv_memory_gib or shorten the sequence."
+            )
+        else:
+            return True
+        source.failed += [RolloutFailure(source.prompt.index, i, reason) for i in source.waiting]
+        source.waiting.clear()
+        return False
+
+    def _pool_for(self, sources: list[PromptState], sampling: SamplingParams, num_samples: int) -> PagePool:
+        """The pool, allocated or grown (it is empty between calls) to what these prompts can use and the memory
+        allows."""
+        size, most = self.schedule.page_size, sampling.max_completion_length
+        needs = sorted(
+            (s.num_prompt_pages(size) + num_samples * s.num_sample_pages(size, most) for s in sources), reverse=True
+        )
+        # Beyond max_batch_size samples nothing runs at once; one more prompt may wait, prefilled.
+        wanted = min(self._max_pages, sum(needs[: -(-self.max_batch_size // num_samples) + 1]))
+        if self._pool is not None and self._pool.num_pages >= wanted:
+            return self._pool
+        spec = self.policy.spec
+        self._pool = None  # free the old one first
+        return PagePool(
+            num_pages=wanted,
+            page_size=size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self._kv_dtype,
+            device=self.policy.device,
+            scorer=self.scorer,
+            sparse_layers=self.sparse_layers,
+        )
