@@ -78,6 +78,10 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def sample_rows(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Draw one token per row: logits float32 [B, V], uniforms float64 [B] → ids int64 [B], log-probs float32 [B]."""
+        ...
+
 
 class BackendStatus(NamedTuple):
     """One row of `leanroll doctor`."""

@@ -93,6 +93,24 @@ def decode_attention(
     return torch.einsum("bhgt,bhtd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
+def sample_rows(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative distribution of softmax(logits / temperature), in vocabulary order.
+
+    Args:
+        logits: float32 [B, V]; -inf is never drawn. uniforms: float64 [B] in [0, 1). temperature: > 0.
+    Returns:
+        ids int64 [B], the first token whose cumulative probability exceeds the uniform, and log-probs float32 [B].
+    """
+    logprobs = (logits / temperature).log_softmax(dim=-1)
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    targets = (uniforms * cumulative[:, -1])[:, None]
+    ids = torch.searchsorted(cumulative, targets, right=True)
+    # Rounding may put the target on the very end; the last token with any mass is then the one.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:])
+    ids = torch.minimum(ids, last)
+    return ids[:, 0], logprobs.gather(1, ids)[:, 0]
+
+
 class ReferenceBackend:
     """`KernelBackend` in plain torch: CPU, CUDA and whatever else torch runs on."""
 
@@ -146,3 +164,6 @@ class ReferenceBackend:
                 selected_out.fill_(-1)
                 selected_out[..., : selected.shape[-1]] = selected
         return decode_attention(q, layer, batch, selected, scale, softcap, window)
+
+    def sample_rows(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return sample_rows(logits, uniforms, temperature)

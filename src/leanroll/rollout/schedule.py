@@ -113,10 +113,8 @@ class BudgetSchedule:
             return cls.from_dict(presets[name], name)
         path = Path(name)
         if not path.is_file():
-            raise ConfigError(
-                f"No schedule {name!r}: it is neither a file nor a preset. Presets: dense, {', "
-                "'.join(sorted(presets))}."
-            )
+            names = ", ".join(["dense", *sorted(presets)])
+            raise ConfigError(f"No schedule {name!r}: it is neither a file nor a preset. Presets: {names}.")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
