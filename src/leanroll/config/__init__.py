@@ -1,1 +1,45 @@
+"""Recipes: pydantic schemas, TOML and dotted overrides in, a resolved file out. Never imports torch.
 
+config = load_config(RLConfig, "recipes/quickstart.toml", [("rollout.schedule", "qwen3-4b-0.86")])
+config.rollout.max_completion_length
+"""
+
+from leanroll.config.base import Section
+from leanroll.config.load import load_config, parse_value, split_overrides, validate
+from leanroll.config.recipes import EvaluateConfig, GenerateConfig, Recipe, RLConfig, inert_options
+from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
+from leanroll.config.schema import FieldDoc, iter_fields, nearest_key, option_keys
+from leanroll.config.sections import AdapterConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
+from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
+
+__all__ = [
+    "AdapterConfig",
+    "AlgorithmConfig",
+    "EvalConfig",
+    "EvaluateConfig",
+    "FieldDoc",
+    "GenerateConfig",
+    "MeasureConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RLConfig",
+    "Recipe",
+    "RewardConfig",
+    "RolloutConfig",
+    "Section",
+    "TaskConfig",
+    "TrainConfig",
+    "changed_options",
+    "inert_options",
+    "iter_fields",
+    "load_config",
+    "nearest_key",
+    "option_keys",
+    "parse_value",
+    "read_resolved",
+    "resume_conflicts",
+    "split_overrides",
+    "to_dict",
+    "to_toml",
+    "validate",
+]

@@ -1,0 +1,165 @@
+"""Whole recipes, one per verb, and the rules between their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field, model_validator
+
+from leanroll.config.base import Int, Section
+from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
+from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
+
+
+class RLConfig(Section):
+    """Everything `leanroll rl` needs."""
+
+    name: str = Field(
+        "rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; starts its folder's name."
+    )
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rl: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    measure: MeasureConfig = MeasureConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RLConfig:
+        rl, optimizer, rollout = self.rl, self.optimizer, self.rollout
+        if rl.num_generations == 1 and rl.scale_rewards == "group":
+            raise ValueError(
+                "rl.num_generations is 1 and rl.scale_rewards is 'group'; the std of one reward is 0 and nothing would be "
+                "learned. Sample at least 2 completions per prompt"
+            )
+        if rl.num_generations == 1:
+            raise ValueError(
+                "rl.num_generations is 1; the advantage is relative to the group's mean, so it needs at least 2"
+            )
+        if rl.num_mini_batches > rl.prompts_per_step:
+            raise ValueError(
+                f"rl.num_mini_batches is {rl.num_mini_batches} but a step has only {rl.prompts_per_step} groups "
+                "(rl.prompts_per_step); an update needs at least one group"
+            )
+        if rl.delta is not None and rl.delta <= 1 + rl.epsilon_high:
+            raise ValueError(
+                f"rl.delta is {rl.delta}; the dual clip must lie above 1 + epsilon_high = {1 + rl.epsilon_high:g}"
+            )
+        if rl.resample_zero_std and not rl.filter_zero_std:
+            raise ValueError(
+                "rl.resample_zero_std replaces dropped groups, but rl.filter_zero_std is false; set it to true"
+            )
+        if optimizer.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps = {self.train.steps}; the peak "
+                "learning rate would never be reached"
+            )
+        if rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
+                "eval.temperature = 0 for greedy evaluation"
+            )
+        reject_inert(self)
+        return self
+
+
+class GenerateConfig(Section):
+    """Everything `leanroll rollout` needs."""
+
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    num_samples: Int = Field(1, ge=1, description="Completions per prompt.")
+    num_prompts: Int = Field(0, ge=0, description="Prompts used, from the start of the file or split. 0: all of them.")
+    num_top_logprobs: Int = Field(0, ge=0, le=256, description="Likeliest tokens written per position. 0: none.")
+    split: str = Field("eval", min_length=1, description="Split of the task, when the prompts come from one.")
+    seed: Int = Field(0, ge=0, lt=2**63, description="Seed of the draws.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerateConfig:
+        if self.rollout.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"rollout.temperature is 0 and num_samples is {self.num_samples}; greedy completions are all equal, so set "
+                "num_samples = 1 or raise the temperature"
+            )
+        return self
+
+
+class EvaluateConfig(Section):
+    """Everything `leanroll eval` needs. Sampling comes from [eval] where it has the field, otherwise from [rollout]."""
+
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+Recipe = RLConfig | GenerateConfig | EvaluateConfig
+RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class InertRule:
+    """Options that do nothing while `applies` holds: setting one is an error, and resolved files leave it out."""
+
+    options: tuple[str, ...]
+    applies: Callable[[Any], bool]
+    because: str
+
+
+INERT_RULES = (
+    InertRule(
+        ("rl.importance_sampling_cap",),
+        lambda c: c.rl.importance_sampling_mode == "off",
+        "rl.importance_sampling_mode is 'off'",
+    ),
+    InertRule(
+        ("adapter.r", "adapter.alpha", "adapter.target_modules", "adapter.dropout", "adapter.path", "rollout.lora"),
+        lambda c: c.adapter.type == "none",
+        "adapter.type is 'none'",
+    ),
+    InertRule(
+        ("adapter.r", "adapter.alpha", "adapter.target_modules"),
+        lambda c: c.adapter.type == "lora" and c.adapter.path is not None,
+        "adapter.path continues an adapter that has its own",
+    ),
+    InertRule(
+        ("measure.alpha_trajectories", "measure.bin_tokens"),
+        lambda c: c.measure.alpha_every == 0,
+        "measure.alpha_every is 0 (never measured)",
+    ),
+    InertRule(
+        ("eval.every", "eval.num_samples", "eval.temperature", "eval.max_completion_length", "eval.seed", "eval.split"),
+        lambda c: c.eval.num_prompts == 0,
+        "eval.num_prompts is 0 (no evaluation)",
+    ),
+    InertRule(
+        ("rollout.scorer",),
+        lambda c: c.rollout.schedule == "dense",
+        "rollout.schedule is 'dense' (every page is read, none is scored)",
+    ),
+)
+
+
+def inert_options(config: RLConfig) -> dict[str, str]:
+    """Options of a training recipe that have no effect there: dotted key → reason."""
+    found: dict[str, str] = {}
+    for rule in INERT_RULES:
+        if rule.applies(config):
+            found.update({option: rule.because for option in rule.options})
+    return found
+
+
+def reject_inert(config: RLConfig) -> None:
+    """Raise ValueError when an option was set explicitly that has no effect."""
+    for option, because in inert_options(config).items():
+        section, _, field = option.partition(".")
+        if field in getattr(config, section).model_fields_set:
+            raise ValueError(f"{option} is set but has no effect, because {because}; remove it or change that")

@@ -1,0 +1,108 @@
+"""The resolved recipe: written to the run directory, read back, compared when resuming."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from leanroll.config.load import read_toml, validate
+from leanroll.config.recipes import Recipe, RecipeT, RLConfig, inert_options
+
+FREE_ON_RESUME = frozenset(
+    {
+        "train.save_every",
+        "train.keep_checkpoints",
+        "train.trackers",
+        "train.run_dir",
+        "rollout.kv_memory_gib",
+        "task.reward_workers",
+    }
+)
+"""Options that may change when a run is resumed: they change no token and no gradient."""
+
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def to_dict(config: Recipe) -> dict[str, Any]:
+    """Every option with its value, as JSON-ready nested tables; None and options without effect are left out."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    if isinstance(config, RLConfig):
+        for option in inert_options(config):
+            section, _, field = option.partition(".")
+            data[section].pop(field, None)
+    return data
+
+
+def to_toml(config: Recipe) -> str:
+    """The resolved recipe as TOML; `load_config` reads it back to an equal recipe."""
+    return _tables(to_dict(config), ())
+
+
+def read_resolved(schema: type[RecipeT], path: Path) -> RecipeT:
+    """Read what `to_toml` wrote. Raises ConfigError as `load_config` does."""
+    return validate(schema, read_toml(path), str(path))
+
+
+def changed_options(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ → (old, new); None stands for absent."""
+    before, after = _flat(to_dict(old)), _flat(to_dict(new))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def resume_conflicts(old: RLConfig, new: RLConfig) -> dict[str, tuple[Any, Any]]:
+    """The changed options that would make a resumed run differ from an uninterrupted one → (old, new).
+
+    `train.steps` may grow or shrink under a constant learning rate only, since the other schedules depend on it.
+    """
+    free = set(FREE_ON_RESUME)
+    if old.optimizer.scheduler == new.optimizer.scheduler == "constant":
+        free.add("train.steps")
+    return {key: values for key, values in changed_options(old, new).items() if key not in free}
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _tables(data: Mapping[str, Any], path: tuple[str, ...]) -> str:
+    lines = [f"{_key(k)} = {_value(v)}" for k, v in data.items() if not isinstance(v, Mapping)]
+    text = "\n".join(lines) + ("\n" if lines else "")
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            inner = (*path, key)
+            text += f"\n[{'.'.join(_key(part) for part in inner)}]\n" + _tables(value, inner)
+    return text
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.match(key) else _string(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(_value(item) for item in value) + "]"
+
+
+def _string(text: str) -> str:
+    # JSON strings are TOML basic strings, but for DEL, which TOML wants escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

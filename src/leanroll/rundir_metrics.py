@@ -1,0 +1,152 @@
+"""The schema of metrics.jsonl: every name, its unit and its meaning. The writer refuses names that are not here.
+
+A name with `<…>` is a family: `time/<phase>_s` covers `time/rollout_s`. Tokens are completion tokens unless said otherwise;
+"policy" is the dense model being trained, "sampler" the distribution the rollouts were drawn from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """unit: SI or a count; `share` is a fraction from 0 to 1; `1` has no dimension; `nats` for log-probs and entropies."""
+
+    unit: str
+    meaning: str
+
+
+SCHEMA: dict[str, Metric] = {
+    # progress
+    "step": Metric("count", "Optimisation step, from 1; step 0 holds the evaluation before training."),
+    "completions": Metric("count", "Completions sampled in the step, resampled ones included."),
+    "prompts": Metric("count", "Prompts sampled in the step, resampled ones included."),
+    "generated_tokens": Metric("tokens", "Tokens generated in the step."),
+    "trained_tokens": Metric("tokens", "Tokens that entered the loss, counted once."),
+    "trained_groups": Metric("count", "Groups that entered the loss."),
+    "updates": Metric("count", "Optimizer updates in the step."),
+    # reward
+    "reward/mean": Metric("reward", "Mean total reward over completions."),
+    "reward/std": Metric("reward", "Mean over groups of the standard deviation of the total reward."),
+    "reward/min": Metric("reward", "Smallest total reward."),
+    "reward/max": Metric("reward", "Largest total reward."),
+    "reward/<name>": Metric("reward", "Mean of one reward, before its weight."),
+    "reward_errors": Metric("count", "Rewards that raised or timed out."),
+    "dropped_completions": Metric("count", "Completions left out: failed rollouts, and reward errors under `drop`."),
+    "zero_std_share": Metric("share", "Groups whose rewards are all equal."),
+    "advantage/std": Metric("1", "Standard deviation of the advantages that entered the loss."),
+    # completions
+    "completion_length/mean": Metric("tokens", "Mean length of completions."),
+    "completion_length/p50": Metric("tokens", "Median length of completions."),
+    "completion_length/max": Metric("tokens", "Longest completion."),
+    "completion_length/min": Metric("tokens", "Shortest completion."),
+    "prompt_length/mean": Metric("tokens", "Mean length of prompts."),
+    "truncated_share": Metric("share", "Completions cut at max_completion_length."),
+    "kv_share_read": Metric("share", "KV pages read of pages held, over decode steps, layers and KV heads."),
+    # loss
+    "loss": Metric("1", "Loss of the step, mean over its updates."),
+    "entropy": Metric("nats", "Mean entropy of the policy per token, at the sampling temperature."),
+    "kl_to_ref": Metric("nats", "Mean estimated KL of the policy to the starting policy per token."),
+    "clip_share/low": Metric("share", "Tokens whose policy ratio was clipped at 1 - epsilon."),
+    "clip_share/high": Metric("share", "Tokens whose policy ratio was clipped at 1 + epsilon_high."),
+    "clip_share/dual": Metric("share", "Tokens whose policy ratio was clipped at delta."),
+    "policy_ratio/mean": Metric("1", "Mean of pi_theta / p_old."),
+    "approx_kl": Metric("nats", "Mean estimated KL of the updated policy to the one that scored the rollouts."),
+    "grad_norm": Metric("1", "Norm of the gradient before clipping, mean over updates."),
+    "learning_rate": Metric("1", "Learning rate of the step's last update."),
+    # correction: ratio = p_old / q_sampler
+    "ratio/mean": Metric("1", "Mean of the correction ratio, before the cap."),
+    "ratio/max": Metric("1", "Largest correction ratio, before the cap."),
+    "ratio/min": Metric("1", "Smallest correction ratio, before the cap."),
+    "ratio/weight_mean": Metric("1", "Mean of the weight that was applied, after truncation or masking."),
+    "log_ratio/p01": Metric("nats", "1st percentile of log p_old - log q_sampler."),
+    "log_ratio/p05": Metric("nats", "5th percentile of log p_old - log q_sampler."),
+    "log_ratio/p50": Metric("nats", "Median of log p_old - log q_sampler."),
+    "log_ratio/p95": Metric("nats", "95th percentile of log p_old - log q_sampler."),
+    "log_ratio/p99": Metric("nats", "99th percentile of log p_old - log q_sampler."),
+    "log_ratio/abs_mean": Metric("nats", "Mean of |log p_old - log q_sampler|."),
+    "sequence_log_ratio/p01": Metric("nats", "1st percentile of the log ratio summed over a completion."),
+    "sequence_log_ratio/p50": Metric("nats", "Median of the log ratio summed over a completion."),
+    "sequence_log_ratio/p99": Metric("nats", "99th percentile of the log ratio summed over a completion."),
+    "is_clipped_share": Metric("share", "Tokens whose correction weight was capped or masked."),
+    "sampler_kl": Metric("nats", "Mean estimated KL of the sampler to the policy per token."),
+    # acceptance
+    "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
+    "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),
+    "alpha/share_above_0999": Metric("share", "Tokens with an exact acceptance rate above 0.999."),
+    "alpha/tokens": Metric("tokens", "Tokens measured."),
+    "alpha/page_flip_share": Metric("share", "Pages that re-scoring selects and the rollout did not."),
+    "alpha/paper_p05_low": Metric("1", "5th percentile of the lower bound from the sampler's top log-probs."),
+    "alpha/paper_p05_high": Metric("1", "5th percentile of the upper bound from the sampler's top log-probs."),
+    "alpha/bin_<start>/p05": Metric("1", "5th percentile of acceptance for total lengths from <start> tokens."),
+    "alpha/bin_<start>/mean": Metric("1", "Mean acceptance for total lengths from <start> tokens."),
+    "alpha/bin_<start>/share_above_0999": Metric("share", "Tokens above 0.999 for total lengths from <start> tokens."),
+    "alpha/bin_<start>/tokens": Metric("tokens", "Tokens measured for total lengths from <start> tokens."),
+    # evaluation
+    "eval/reward/mean": Metric("reward", "Held-out mean total reward."),
+    "eval/<name>": Metric("1", "Held-out result, named as in the evaluation file."),
+    "eval/reward/<name>": Metric("reward", "Held-out mean of one reward, or of one kind of prompt."),
+    # cost
+    "tokens_per_second": Metric("tokens/s", "Generated tokens per second of rollout."),
+    "time/<phase>_s": Metric(
+        "s", "Wall time of a phase: rollout, reward, score, update, measure, eval, checkpoint, step."
+    ),
+    "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of the main process so far."),
+    "memory/peak_device_gib": Metric("GiB", "Largest memory allocated on the accelerator so far."),
+}
+
+
+@functools.cache
+def _families() -> tuple[tuple[re.Pattern[str], Metric], ...]:
+    found = []
+    for name, metric in SCHEMA.items():
+        if "<" in name:
+            literal = re.split(r"<\w+>", name)
+            found.append((re.compile(r"[^/]+".join(re.escape(part) for part in literal)), metric))
+    return tuple(found)
+
+
+@functools.cache
+def describe_metric(name: str) -> Metric | None:
+    """Unit and meaning of a metric, None when the schema does not know it."""
+    if name in SCHEMA and "<" not in name:
+        return SCHEMA[name]
+    for pattern, metric in _families():
+        if pattern.fullmatch(name):
+            return metric
+    return None
+
+
+def is_timing(name: str) -> bool:
+    """True for metrics that differ between two identical runs: times, speeds and memory."""
+    return name.startswith(("time/", "memory/")) or name == "tokens_per_second"
+
+
+def check_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record as plain JSON values, `step` first.
+
+    Raises:
+        ValueError: no integer `step`, an unknown name, or a value that is not a finite number.
+    """
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"a metrics record needs an integer `step` >= 0, got {step!r}")
+    clean: dict[str, Any] = {"step": step}
+    for name, value in record.items():
+        if describe_metric(name) is None:
+            raise ValueError(
+                f"metric {name!r} is not in the schema; add it to leanroll.rundir_metrics with unit and meaning"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(
+                f"metric {name!r} is {value!r}; expected a finite int or float (leave out what was not measured)"
+            )
+        if name != "step":
+            clean[name] = value
+    return clean
