@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from leanroll.errors import ResumeError
+from leanroll.rundir import step_name, sync_folder, write_json
 
 LATEST = "latest"
 STATE_FILE = "state.json"
@@ -41,22 +42,22 @@ class Checkpoints:
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Write one checkpoint: `write(directory)` fills it, `state` becomes state.json together with the step."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        final = self.directory / f"{_PREFIX}{step:06d}"
+        final = self.directory / step_name(step)
         temp = self.directory / f"{_TEMP}{final.name}"
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir()
         write(temp)
-        (temp / STATE_FILE).write_text(json.dumps({**state, "step": step}, indent=1), encoding="utf-8")
-        _flush_tree(temp)
+        write_json(temp / STATE_FILE, {**state, "step": step})
+        _sync_tree(temp)
         if final.exists():  # left by a run that was killed before `latest` moved
             shutil.rmtree(final)
         os.replace(temp, final)
-        _flush(self.directory)
+        sync_folder(self.directory)
         link = self.directory / f"{_TEMP}{LATEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         os.replace(link, self.directory / LATEST)
-        _flush(self.directory)
+        sync_folder(self.directory)
         self._prune()
         return final
 
@@ -117,45 +118,9 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries to dotted keys; everything else is a leaf."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def check_same_config(saved: dict[str, Any], given: dict[str, Any], may_change: frozenset[str]) -> None:
-    """Compare two resolved configs (nested dictionaries of plain values).
-
-    Raises:
-        ResumeError: keys outside `may_change` differ; the message names each with both values.
-    """
-    old, new = flatten(saved), flatten(given)
-    missing = object()
-    differing = {key for key in set(old) | set(new) if old.get(key, missing) != new.get(key, missing)}
-    changed = sorted(differing - may_change)
-    if changed:
-        lines = "; ".join(f"{key}: {old.get(key, 'absent')!r} → {new.get(key, 'absent')!r}" for key in changed)
-        raise ResumeError(
-            f"Cannot resume: {len(changed)} config keys changed since the run began ({lines}). Undo the changes, or "
-            f"start a new run directory. Keys that may change: {', '.join(sorted(may_change))}."
-        )
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _flush_tree(root: Path) -> None:
+def _sync_tree(root: Path) -> None:
     for directory, _, files in os.walk(root):
         for name in files:
-            _flush(Path(directory) / name)
-        _flush(Path(directory))
+            with (Path(directory) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(directory))

@@ -90,7 +90,8 @@ def run_loop(
             if final or _due(step, plan.eval_every):
                 metrics |= algorithm.evaluate(step)
             seconds = display.clock.take()
-            metrics |= {f"time/{name}": value for name, value in seconds.items()} | {"time/step": sum(seconds.values())}
+            metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
+            metrics["time/step_s"] = sum(seconds.values())
             log(step, metrics)
             last = step
             if final or stop.requested or _due(step, plan.save_every):

@@ -74,11 +74,3 @@ def test_random_state_round_trip(tmp_path: Path) -> None:
     first = draws()
     ckpt.set_random_state(torch.load(tmp_path / "r.pt", weights_only=True))
     assert draws() == first
-
-
-def test_changed_config_names_the_keys() -> None:
-    saved = {"train": {"steps": 5, "seed": 0}, "optimizer": {"lr": 0.1}}
-    given = {"train": {"steps": 9, "seed": 1}, "optimizer": {"lr": 0.1, "eps": 1e-8}}
-    with pytest.raises(ResumeError, match=r"2 config keys .*optimizer\.eps: 'absent' → 1e-08; train\.seed: 0 → 1"):
-        ckpt.check_same_config(saved, given, frozenset({"train.steps"}))
-    ckpt.check_same_config(saved, {**saved, "train": {"steps": 9, "seed": 0}}, frozenset({"train.steps"}))

@@ -55,7 +55,7 @@ def test_order_of_events() -> None:
     assert " ".join(recorder.events) == (
         "update 2 eval 2 log 2 update 3 log 3 save 3 update 4 eval 4 log 4 update 5 eval 5 log 5 save 5"
     )
-    assert recorder.logged[4].keys() == {"loss", "eval/reward", "time/step"}
+    assert recorder.logged[4].keys() == {"loss", "eval/reward", "time/step_s"}
 
 
 def test_zero_means_only_at_the_end() -> None:
