@@ -106,7 +106,7 @@ def sample_rows(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[T
     targets = (uniforms * cumulative[:, -1])[:, None]
     ids = torch.searchsorted(cumulative, targets, right=True)
     # Rounding may put the target on the very end; the last token with any mass is then the one.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:])
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     ids = torch.minimum(ids, last)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
 

@@ -1,0 +1,214 @@
+"""The rollout engine on tiny models: finishing, admission, sharing, and what does not fit."""
+
+import pytest
+import torch
+
+from leanroll.errors import ConfigError, RolloutError
+from leanroll.rollout.engine import RolloutEngine
+from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.types import Prompt, SamplingParams
+from tests.tiny import tiny_policy
+
+SPARSE = BudgetSchedule(name="tiny", page_size=8, dense_layers=(0,), bin_pages=4, pages=(4, 5))
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy("llama")
+
+
+def prompts(*lengths, start=1):
+    return [Prompt(index=i, token_ids=tuple((start + 7 * i + j) % 50 + 3 for j in range(n))) for i, n in enumerate(lengths)]
+
+
+def engine(policy, schedule=SPARSE, **options):
+    return RolloutEngine(policy, schedule, kernel="reference", kv_memory_gib=0.05, **options)
+
+
+def gib_for(policy, num_pages, page_size=8):
+    spec = policy.spec
+    layer = 2 * spec.num_kv_heads * page_size * spec.head_dim * 4
+    landmark = spec.num_kv_heads * spec.head_dim * 4
+    return (spec.num_layers * layer + (spec.num_layers - 1) * landmark) * num_pages / GIB * 1.0001
+
+
+def tokens(groups):
+    return [[r.token_ids for r in g.rollouts] for g in groups]
+
+
+def test_shape_of_what_comes_back(policy):
+    groups = engine(policy).generate(prompts(5, 20), SamplingParams(max_completion_length=12), 3)
+    assert [g.prompt.index for g in groups] == [0, 1]
+    for group in groups:
+        assert [r.sample_index for r in group.rollouts] == [0, 1, 2]
+        for rollout in group.rollouts:
+            assert len(rollout.token_ids) == len(rollout.logprobs) == 12
+            assert rollout.finish_reason == "length"
+            assert all(x < 0 for x in rollout.logprobs)
+            assert rollout.weights_version == policy.version
+
+
+def test_samples_of_a_group_differ_and_seeds_repeat(policy):
+    sampling = SamplingParams(max_completion_length=12)
+    first = tokens(engine(policy).generate(prompts(5), sampling, 4))
+    assert len(set(first[0])) == 4
+    assert tokens(engine(policy).generate(prompts(5), sampling, 4)) == first
+    assert tokens(engine(policy).generate(prompts(5), sampling, 4, step=1)) != first
+
+
+def test_stop_token_is_kept_and_ends_the_sample(policy):
+    free = engine(policy).generate(prompts(9), SamplingParams(max_completion_length=30), 1)[0].rollouts[0]
+    stop = free.token_ids[10]
+    first = free.token_ids.index(stop)
+    sampling = SamplingParams(max_completion_length=30, stop_token_ids=(stop,))
+    stopped = engine(policy).generate(prompts(9), sampling, 1)[0].rollouts[0]
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    ignoring = SamplingParams(max_completion_length=30, stop_token_ids=(stop,), ignore_stop=True)
+    assert engine(policy).generate(prompts(9), ignoring, 1)[0].rollouts[0].token_ids == free.token_ids
+
+
+def test_stop_token_in_the_last_place_counts_as_stop(policy):
+    free = engine(policy).generate(prompts(9), SamplingParams(max_completion_length=6), 1)[0].rollouts[0]
+    cut = free.token_ids.index(free.token_ids[5]) + 1
+    sampling = SamplingParams(max_completion_length=cut, stop_token_ids=(free.token_ids[5],))
+    assert engine(policy).generate(prompts(9), sampling, 1)[0].rollouts[0].finish_reason == "stop"
+
+
+def test_stop_string_ends_with_the_token_that_completes_it(policy):
+    free = engine(policy).generate(prompts(9), SamplingParams(max_completion_length=30), 1)[0].rollouts[0]
+    wanted = policy.decode(free.token_ids[8:11]).strip()
+    assert wanted, "the tiny tokenizer decodes to visible text"
+    sampling = SamplingParams(max_completion_length=30, stop_strings=(wanted,))
+    stopped = engine(policy).generate(prompts(9), sampling, 1)[0].rollouts[0]
+    assert stopped.finish_reason == "stop"
+    assert wanted in stopped.text
+    assert wanted not in policy.decode(stopped.token_ids[:-1])
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+
+
+def test_pool_is_empty_after_success_and_after_an_error(policy, monkeypatch):
+    tested = engine(policy)
+    tested.generate(prompts(5, 17), SamplingParams(max_completion_length=9), 3)
+    assert (tested.pool.num_used, tested.pool.num_reserved) == (0, 0)
+
+    calls = iter(range(5))
+    hidden = policy.hidden
+
+    def failing(*args):
+        if next(calls) == 4:
+            raise RuntimeError("injected")
+        return hidden(*args)
+
+    monkeypatch.setattr(policy, "hidden", failing)
+    with pytest.raises(RuntimeError, match="injected"):
+        tested.generate(prompts(5, 17), SamplingParams(max_completion_length=9), 3)
+    assert (tested.pool.num_used, tested.pool.num_reserved) == (0, 0)
+
+
+@pytest.mark.parametrize("num_pages", [9, 13, 40])
+def test_little_memory_changes_nothing_but_time(policy, num_pages):
+    # 33 prompt tokens are 5 pages; 33 + 24 - 1 = 56 tokens need 7 pages, 3 of them the sample's own.
+    sampling = SamplingParams(max_completion_length=24)
+    expected = engine(policy).generate(prompts(33, 20, 33, 8), sampling, 3)
+    small = RolloutEngine(policy, SPARSE, kernel="reference", kv_memory_gib=gib_for(policy, num_pages))
+    assert tokens(small.generate(prompts(33, 20, 33, 8), sampling, 3)) == tokens(expected)
+    assert small.pool.num_pages <= num_pages
+
+
+def test_what_does_not_fit_fails_alone(policy):
+    small = RolloutEngine(policy, SPARSE, kernel="reference", kv_memory_gib=gib_for(policy, 6))
+    groups = small.generate(prompts(16, 80), SamplingParams(max_completion_length=16), 2)
+    assert len(groups[0].rollouts) == 2
+    assert groups[0].failures == ()
+    assert groups[1].rollouts == ()
+    assert [f.sample_index for f in groups[1].failures] == [0, 1]
+    assert "raise kv_memory_gib" in groups[1].failures[0].reason
+    with pytest.raises(ConfigError, match="No prompt can be completed"):
+        small.generate(prompts(80), SamplingParams(max_completion_length=16), 2)
+
+
+def test_prompt_longer_than_the_context(policy):
+    length = policy.spec.max_position
+    with pytest.raises(ConfigError, match="context"):
+        engine(policy).generate(prompts(length), SamplingParams(max_completion_length=4), 1)
+
+
+def test_a_group_is_prefilled_once_and_prompts_share_their_beginning(policy, monkeypatch):
+    computed = []
+    hidden = policy.hidden
+
+    def counting(input_ids, position_ids, ctx):
+        computed.append(input_ids.shape[1])
+        return hidden(input_ids, position_ids, ctx)
+
+    shared = tuple(range(3, 3 + 32))
+    several = [Prompt(index=i, token_ids=(*shared, 40 + i, 41)) for i in range(3)]
+    sampling = SamplingParams(max_completion_length=4)
+    apart = [engine(policy).generate([p], sampling, 4)[0] for p in several]
+    monkeypatch.setattr(policy, "hidden", counting)
+    together = engine(policy).generate(several, sampling, 4)
+    assert sum(n for n in computed if n > 1) == 34 + 2 + 2  # 4 pages of 8 tokens are computed once
+    assert tokens(together) == tokens(apart)
+
+
+@pytest.mark.parametrize("prefill_tokens", [5, 16, 64])
+def test_chunked_prefill_is_the_same(policy, prefill_tokens):
+    sampling = SamplingParams(max_completion_length=10)
+    whole = engine(policy).generate(prompts(40, 23), sampling, 2)
+    chunked = engine(policy, prefill_tokens=prefill_tokens).generate(prompts(40, 23), sampling, 2)
+    assert tokens(chunked) == tokens(whole)
+
+
+def test_kv_share_counts_dense_layers(policy):
+    rollout = engine(policy).generate(prompts(60), SamplingParams(max_completion_length=2), 1)[0].rollouts[0]
+    # One decode step at 61 tokens: 8 pages; layer 0 is dense, the others read 5 of 8 (bin 61 → ceil(61/8)//4 = 2 → 5).
+    layers, heads = policy.spec.num_layers, policy.spec.num_kv_heads
+    assert rollout.pages_total == 8 * layers * heads
+    assert rollout.pages_read == (8 + 5 * (layers - 1)) * heads
+
+
+def test_recorded_pages_are_a_valid_selection(policy):
+    sampling = SamplingParams(max_completion_length=30, record_pages=True)
+    rollout = engine(policy).generate(prompts(41), sampling, 1)[0].rollouts[0]
+    layers, heads = policy.spec.num_layers - 1, policy.spec.num_kv_heads
+    assert rollout.pages.shape == (29, layers, heads, 5)
+    for t in range(29):
+        num_pages = -(-(42 + t) // 8)
+        for row in rollout.pages[t].reshape(-1, 5):
+            assert sorted(set(row)) == row.tolist(), "ascending, no page twice, no padding"
+            assert {0, num_pages - 2, num_pages - 1} <= set(row.tolist())
+
+
+def test_top_logprobs_contain_the_greedy_token(policy):
+    sampling = SamplingParams(max_completion_length=5, temperature=0.0, num_top_logprobs=4)
+    rollout = engine(policy).generate(prompts(11), sampling, 1)[0].rollouts[0]
+    assert rollout.top_token_ids.shape == rollout.top_logprobs.shape == (5, 4)
+    assert rollout.top_token_ids[:, 0].tolist() == list(rollout.token_ids)
+
+
+def test_stale_weights_are_refused(policy):
+    def update(progress):
+        policy.bump_version()
+
+    with pytest.raises(RolloutError, match="stale"):
+        engine(policy).generate(prompts(5), SamplingParams(max_completion_length=9), 1, progress=update)
+
+
+def test_progress_counts_to_the_end(policy):
+    seen = []
+    engine(policy, max_batch_size=2).generate(prompts(5, 6), SamplingParams(max_completion_length=4), 3, progress=seen.append)
+    assert seen[-1].num_finished == seen[-1].num_samples == 6
+    assert seen[-1].num_tokens == 24
+    assert max(p.num_running for p in seen) <= 2
+
+
+def test_bad_options(policy):
+    with pytest.raises(ConfigError, match="dense layers"):
+        engine(policy, BudgetSchedule(name="deep", dense_layers=(99,), pages=(8,)))
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        engine(policy, max_batch_size=0)
+    with pytest.raises(ConfigError, match="num_samples"):
+        engine(policy).generate(prompts(5), SamplingParams(), 0)
+    assert torch.is_grad_enabled()
