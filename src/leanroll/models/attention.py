@@ -87,6 +87,7 @@ def _attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     leanroll: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -105,6 +106,8 @@ def _attention(
         )
     if dropout:
         raise ModelError(f"{name} asks for attention dropout {dropout}; expected 0. Set config.attention_dropout = 0.")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{name} asks for attention in both directions; expected a causal model.")
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if unknown:
         raise ModelError(
