@@ -19,7 +19,9 @@ def policy():
 
 
 def prompts(*lengths, start=1):
-    return [Prompt(index=i, token_ids=tuple((start + 7 * i + j) % 50 + 3 for j in range(n))) for i, n in enumerate(lengths)]
+    return [
+        Prompt(index=i, token_ids=tuple((start + 7 * i + j) % 50 + 3 for j in range(n))) for i, n in enumerate(lengths)
+    ]
 
 
 def engine(policy, schedule=SPARSE, **options):
@@ -198,7 +200,9 @@ def test_stale_weights_are_refused(policy):
 
 def test_progress_counts_to_the_end(policy):
     seen = []
-    engine(policy, max_batch_size=2).generate(prompts(5, 6), SamplingParams(max_completion_length=4), 3, progress=seen.append)
+    engine(policy, max_batch_size=2).generate(
+        prompts(5, 6), SamplingParams(max_completion_length=4), 3, progress=seen.append
+    )
     assert seen[-1].num_finished == seen[-1].num_samples == 6
     assert seen[-1].num_tokens == 24
     assert max(p.num_running for p in seen) <= 2

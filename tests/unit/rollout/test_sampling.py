@@ -23,7 +23,9 @@ def test_uniforms_do_not_depend_on_how_many_are_asked_for():
     assert stats.kstest(long, "uniform").pvalue > 1e-3
 
 
-@pytest.mark.parametrize("other", [(9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9), (1, 23, 4, 0), (12, 3, 4, 0)])
+@pytest.mark.parametrize(
+    "other", [(9, 2, 3, 4), (1, 9, 3, 4), (1, 2, 9, 4), (1, 2, 3, 9), (1, 23, 4, 0), (12, 3, 4, 0)]
+)
 def test_every_part_of_the_key_matters(other):
     assert not np.array_equal(sequence_uniforms(1, 2, 3, 4, 8), sequence_uniforms(*other, 8))
 
