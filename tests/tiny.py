@@ -50,7 +50,12 @@ _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {"tie_word_embeddings": True}),
     "gemma2": (
         Gemma2Config,
-        {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+        {
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 16,
+        },
     ),
     "gemma3": (Gemma3TextConfig, {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2}),
 }
@@ -65,7 +70,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", bos_token="<|start|>", eos_token="<|end|>", chat_template=_TEMPLATE
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        chat_template=_TEMPLATE,
     )
 
 
@@ -89,7 +98,9 @@ def tiny_policy(
 ) -> Policy:
     """A policy around `tiny_model`. With adapter=True a LoRA adapter of rank 4 that already has an effect."""
     model = tiny_model(family, dtype=dtype, seed=seed, **overrides)
-    policy = Policy(model, tiny_tokenizer(), name=f"tiny-{family}", adapter=LoraSpec(r=4, alpha=8.0, seed=seed) if adapter else None)
+    policy = Policy(
+        model, tiny_tokenizer(), name=f"tiny-{family}", adapter=LoraSpec(r=4, alpha=8.0, seed=seed) if adapter else None
+    )
     if adapter:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed + 1)

@@ -23,17 +23,8 @@ IMPLEMENTATION = "leanroll"
 # Keywords that transformers hands to attention functions and that change nothing for us: positions are already in the
 # rotated keys, causality and windows are ours to apply.
 _HARMLESS = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "is_causal",
-        "output_attentions",
-        "position_embeddings",
-        "output_hidden_states",
-        "return_dict",
-        "position_bias",
-    }
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "position_embeddings", "output_hidden_states"}
+    | {"return_dict"}
 )
 
 
@@ -67,14 +58,16 @@ def install_attention(model: PreTrainedModel) -> None:
         ModelError: the architecture does not take its attention from `AttentionInterface`.
     """
     AttentionInterface.register(IMPLEMENTATION, _attention)
+    expected = "expected an architecture built on transformers' AttentionInterface, such as Llama, Qwen3 or Gemma3"
+    name = type(model).__name__
     try:
         model.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} does not accept a custom attention function ({error}); expected an architecture "
-            "built on "
-            "transformers' AttentionInterface, such as Llama, Qwen2, Qwen3, Gemma2 or Gemma3."
-        ) from error
+        raise ModelError(f"{name} does not accept a custom attention function ({error}); {expected}.") from error
+    # For an architecture with an attention of its own, transformers only logs a warning.
+    found = model.get_decoder().config._attn_implementation
+    if found != IMPLEMENTATION:
+        raise ModelError(f"{name} keeps its attention {found!r} when given a custom function; {expected}.")
 
 
 def _attention(

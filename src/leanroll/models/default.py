@@ -63,7 +63,7 @@ def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda item: item[0]):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -107,7 +107,9 @@ def _build(gguf: Path, target: Path) -> None:
             if not target.exists():  # otherwise another process was faster; its copy is verified like ours
                 raise
     except OSError as error:
-        raise ModelError(f"Cannot write the default model to {target} ({error}); free space or set LEANROLL_CACHE.") from error
+        raise ModelError(
+            f"Cannot write the default model to {target} ({error}); free space or set LEANROLL_CACHE."
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -121,11 +123,12 @@ def _dequantise(gguf: Path) -> PreTrainedModel:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # dense from here on; a leftover would make the saved model look quantised
     model.config.name_or_path = DEFAULT_MODEL
-    return model.to(torch.bfloat16)
+    model.bfloat16()
+    return model
 
 
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """Built from the file's own fields: the general conversion guesses the special tokens and the decoder differently by version."""
+    """Built from the file's own fields: transformers' conversion guesses special tokens and decoder, differently by version."""
     fields = GGUFReader(gguf).fields
 
     def value(key: str) -> Any:
@@ -140,12 +143,19 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     # What the file calls "smollm": digits one by one, then byte-level words.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     types = value("tokenizer.ggml.token_type")
     backend.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+        [
+            AddedToken(t, normalized=False, special=True)
+            for t, kind in zip(tokens, types, strict=True)
+            if kind == _CONTROL
+        ]
     )
     special = {name: tokens[value(f"tokenizer.ggml.{key}_token_id")] for name, key in _SPECIAL.items()}
     return PreTrainedTokenizerFast(

@@ -31,8 +31,8 @@ class LmHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] → fp32 logits [..., V], differentiable in hidden, weight and bias.
 
-        The product accumulates in fp32 and is *not* rounded to bf16: a bf16 logit of 20 has steps of 0.125, which would be the largest
-        difference between the sampler's and the trainer's log-probs. Callers bound the number of rows; [..., V] is held once.
+        The product accumulates in fp32 and is *not* rounded to bf16: a bf16 logit of 20 has steps of 0.125, which would
+        be the largest difference between the sampler's and the trainer's log-probs. Callers bound the number of rows.
         """
         return self.finish(self.project(hidden))
 
@@ -59,7 +59,7 @@ class LmHead:
 
 
 def read_head(model: PreTrainedModel) -> LmHead:
-    """The head of a causal LM; its scale and cap are as the configuration says and are compared with the model's own logits at load.
+    """The head of a causal LM, scale and cap as configured (compared with the model's own logits at load).
 
     Raises:
         ModelError: the model's output is not one linear layer.
@@ -73,7 +73,9 @@ def read_head(model: PreTrainedModel) -> LmHead:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     if getattr(config, "logits_scaling", None):
         # Granite divides by this field, HyperCLOVA X multiplies.
-        scale = float(config.logits_scaling) if config.model_type == "hyperclovax" else 1.0 / float(config.logits_scaling)
+        scale = (
+            float(config.logits_scaling) if config.model_type == "hyperclovax" else 1.0 / float(config.logits_scaling)
+        )
     return LmHead(
         weight=layer.weight,
         bias=layer.bias,

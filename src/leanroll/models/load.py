@@ -34,14 +34,14 @@ def load_policy(
         ModelError: not found, gated, offline, unreadable, or an architecture that is not supported.
     """
     torch_dtype = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if torch_dtype not in _DTYPES.values():
+    if torch_dtype is None or torch_dtype not in _DTYPES.values():
         raise ModelError(f"dtype {dtype!r} is not supported; expected one of {', '.join(_DTYPES)}.")
     name = str(name)
     folder = Path(name).expanduser()
     if (folder / "adapter_config.json").is_file():
         if adapter is not None and adapter.path is None:
             raise ModelError(
-                f"{folder} holds an adapter already, and a new one was asked for; load it with adapter=None, or name the base model."
+                f"{folder} holds an adapter already, and a new one was asked for; pass adapter=None, or name the base model."
             )
         spec = adapter or LoraSpec(path=folder)
         return load_policy(_base_of(folder), dtype=torch_dtype, device=device, adapter=spec, revision=revision)
@@ -49,19 +49,22 @@ def load_policy(
     local = name == DEFAULT_MODEL or folder.is_dir()
     source = str(default_model_dir()) if name == DEFAULT_MODEL else str(folder) if local else name
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"No model in {name}: there is no such directory; expected one with config.json, or a hub id like org/name.")
+        raise ModelError(f"No such directory: {name}; expected one with config.json, or a hub id like org/name.")
     if local and revision is not None:
         raise ModelError(f"revision={revision!r} has no effect on the local model {name!r}; leave it out.")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, local_files_only=local)
         refuse_unsupported(config)  # before gigabytes are read
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(source, revision=revision, local_files_only=local, dtype=torch_dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, local_files_only=local, dtype=torch_dtype
+        )
     except ModelError:
         raise
     except (OSError, ValueError) as error:
         raise ModelError(_explain(name, local, error)) from error
-    return Policy(model.to(device), tokenizer, name=name, adapter=adapter)
+    torch.nn.Module.to(model, torch.device(device))  # transformers' own `to` is typed for quantised models only
+    return Policy(model, tokenizer, name=name, adapter=adapter)
 
 
 def _base_of(folder: Path) -> str:
@@ -70,14 +73,16 @@ def _base_of(folder: Path) -> str:
         return str(json.loads(own.read_text())["base"])
     base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
-        raise ModelError(f"The adapter in {folder} does not name its base model; load the base with adapter=LoraSpec(path=...).")
+        raise ModelError(
+            f"The adapter in {folder} does not name its base model; load the base with adapter=LoraSpec(path=...)."
+        )
     return str(base)
 
 
 def _explain(name: str, local: bool, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if local:
-        return f"Cannot load a causal LM from {name} ({reason}); expected a directory written by save_pretrained, with its tokenizer."
+        return f"Cannot load {name} ({reason}); expected a causal LM as save_pretrained writes it, with its tokenizer."
     text = str(error).lower()
     if "gated" in text or "401" in text or "403" in text:
         hint = "the repository is gated or private: accept its terms on the hub and log in with `hf auth login`"
@@ -86,5 +91,3 @@ def _explain(name: str, local: bool, error: Exception) -> str:
     else:
         hint = f"check the spelling; expected {DEFAULT_MODEL!r}, a directory, or a hub id like org/name"
     return f"Cannot load the model {name!r} ({reason}): {hint}."
-
-

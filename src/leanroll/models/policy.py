@@ -111,18 +111,22 @@ class Policy:
     def adapter_disabled(self) -> Iterator[None]:
         """Inside, the model is its frozen base (reference log-probs). Without an adapter this raises ModelError.
 
-        Unlike peft's own context manager this touches no requires_grad, and it restores what it found. A backward pass with gradient
-        checkpointing recomputes the forward: it must run in the same context as the forward did.
+        Unlike peft's own context manager this touches no requires_grad, and it restores what it found. A backward pass
+        with gradient checkpointing recomputes the forward: it must run in the same context as the forward did.
         """
         layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         if not layers:
-            raise ModelError("The policy has no adapter to disable; a full fine-tune needs a reference copy of the model instead.")
+            raise ModelError(
+                "The policy has no adapter to disable; a full fine-tune needs a reference copy of the model instead."
+            )
         before = [layer.disable_adapters for layer in layers]
         try:
             for layer in layers:
                 layer._disable_adapters = True
                 if not layer.disable_adapters:  # peft keeps this flag in a private attribute: notice if that changes
-                    raise ModelError("This version of peft keeps the adapter switch elsewhere; install a supported version.")
+                    raise ModelError(
+                        "This version of peft keeps the adapter switch elsewhere; install a supported version."
+                    )
             yield
         finally:
             for layer, flag in zip(layers, before, strict=True):
@@ -138,8 +142,8 @@ class Policy:
         self._checkpoint_in_backward_only()
 
     def _checkpoint_in_backward_only(self) -> None:
-        # transformers checkpoints a layer when the layer is in training mode. Only that flag of the layer itself is set, and only when
-        # a graph is being built: everything inside stays in eval mode, and rollouts do not pay for checkpointing.
+        # transformers checkpoints a layer when the layer is in training mode. Only that flag of the layer itself is set,
+        # and only when a graph is being built: everything inside stays in eval mode, and rollouts do not pay.
         wanted = torch.is_grad_enabled()
         if self._checkpointed[0].training != wanted:
             for layer in self._checkpointed:
@@ -153,10 +157,10 @@ class Policy:
         """
         if self.tokenizer.chat_template is None:
             raise ModelError(
-                f"The tokenizer of {self.name!r} has no chat template, which chat prompts need; use an instruction-tuned model, or set "
-                "tokenizer.chat_template and save the tokenizer."
+                f"The tokenizer of {self.name!r} has no chat template, which chat prompts need; use an "
+                "instruction-tuned model, or set tokenizer.chat_template and save the tokenizer."
             )
-        encoded = self.tokenizer.apply_chat_template(
+        encoded: Any = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
         )
         return list(encoded["input_ids"])
@@ -167,7 +171,7 @@ class Policy:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def save_pretrained(self, directory: Path | str) -> None:
         """Write the adapter (peft format) or the whole model (transformers format), with the tokenizer. Not atomic by itself."""
@@ -188,8 +192,17 @@ def _reject_mask(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _remove_dropout(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
-    for field in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout",
-                  "embedding_dropout", "activation_dropout", "dropout"):
+    for field in (
+        "attention_dropout",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_pdrop",
+        "hidden_dropout",
+        "residual_dropout",
+        "embedding_dropout",
+        "activation_dropout",
+        "dropout",
+    ):
         if getattr(config, field, None):
             setattr(config, field, 0.0)
     for module in model.modules():
@@ -206,7 +219,12 @@ def _add_adapter(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
         raise ModelError(f"LoRA rank {spec.r} is not possible; expected r ≥ 1.")
     targets = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
     config = LoraConfig(
-        r=spec.r, lora_alpha=spec.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"  # type: ignore[arg-type]
+        r=spec.r,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -233,6 +251,10 @@ def _load_adapter(model: PreTrainedModel, path: Path) -> PeftModel:
     config.lora_dropout = 0.0
     config.inference_mode = False
     try:
-        return PeftModel.from_pretrained(model, str(path), config=config, is_trainable=True, local_files_only=True).eval()
+        return PeftModel.from_pretrained(
+            model, str(path), config=config, is_trainable=True, local_files_only=True
+        ).eval()
     except (RuntimeError, ValueError) as error:
-        raise ModelError(f"The adapter in {path} does not fit {type(model).__name__} ({error}); load the model it was made for.") from error
+        raise ModelError(
+            f"The adapter in {path} does not fit {type(model).__name__} ({error}); load the model it was made for."
+        ) from error

@@ -25,8 +25,12 @@ _REFUSED_FIELDS = {
     "alibi": "ALiBi position biases",
     "num_kv_shared_layers": "layers that share one KV cache",
 }
-_REFUSED_FAMILIES = {"gpt_oss": "attention sinks", "rwkv": "recurrent layers", "bloom": "ALiBi position biases",
-                     "mpt": "ALiBi position biases"}
+_REFUSED_FAMILIES = {
+    "gpt_oss": "attention sinks",
+    "rwkv": "recurrent layers",
+    "bloom": "ALiBi position biases",
+    "mpt": "ALiBi position biases",
+}
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -115,7 +119,9 @@ def read_windows(config: PreTrainedConfig) -> tuple[int, ...]:
         first = getattr(config, "max_window_layers", 0) or 0
         return tuple(window if layer >= first else 0 for layer in range(layers))
     if _WINDOWED in layer_types and not window:
-        raise ModelError("The configuration has sliding-window layers and no sliding_window; set it to a number of tokens.")
+        raise ModelError(
+            "The configuration has sliding-window layers and no sliding_window; set it to a number of tokens."
+        )
     return tuple(window if kind == _WINDOWED else 0 for kind in layer_types)
 
 
@@ -127,7 +133,11 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """
     found: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    for eos in (getattr(generation, "eos_token_id", None), model.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+    for eos in (
+        getattr(generation, "eos_token_id", None),
+        model.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         if eos is not None:
             found.update([eos] if isinstance(eos, int) else eos)
     turn_end = _turn_end_id(tokenizer)
@@ -151,7 +161,7 @@ def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
     except jinja2.TemplateError:
         return None  # a template for other kinds of conversation; `encode_chat` reports it when it is used
-    _, found, tail = text.rpartition(marker)
+    _, found, tail = str(text).rpartition(marker)
     if not found:
         return None
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -1,7 +1,8 @@
 """The check every model passes at load: our attention and our head give the model's own logits.
 
-A short random input is run twice, once with transformers' eager attention and once through the hook with a plain causal context. The
-families in `spec.VERIFIED_FAMILIES` have tests; any other architecture is accepted on the strength of this check alone.
+A short random input is run twice, once with transformers' eager attention and once through the hook with a plain causal
+context. The families in `spec.VERIFIED_FAMILIES` have tests; any other architecture is accepted on the strength of this
+check alone.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ def verify_model(model: PreTrainedModel, decoder: nn.Module, head: LmHead, spec:
     difference = _relative_rms(own, expected)
     if not difference <= tolerance:
         raise ModelError(
-            f"{name}: logits through leanroll's attention differ from the model's own by {difference:.2g} (relative RMS), expected at "
-            f"most {tolerance}. Its attention does something that is not supported; the model cannot be used."
+            f"{name}: logits through leanroll's attention differ from the model's own by {difference:.2g} (relative "
+            f"RMS), expected at most {tolerance}. Its attention does something that is not supported; use another model."
         )
     difference = _relative_rms(head.logits(captured[-1]), own)
     if not difference <= tolerance:
         raise ModelError(
-            f"{name}: logits of its head differ from the model's own by {difference:.2g} (relative RMS), expected at most {tolerance}. "
-            "What follows the final hidden state is more than a linear layer, a scale and a cap; the model cannot be used."
+            f"{name}: logits of its head differ from the model's own by {difference:.2g} (relative RMS), expected at most "
+            f"{tolerance}. The head is more than a linear layer, a scale and a cap; use another model."
         )
 
 
@@ -99,17 +100,21 @@ def _check_calls(name: str, context: CausalContext, spec: ModelSpec) -> None:
         )
     windows = tuple(call.window for call in context.calls)
     if windows != spec.windows:
-        raise ModelError(f"{name}: layers ask for windows {windows}, its configuration says {spec.windows}; not supported.")
+        raise ModelError(
+            f"{name}: layers ask for windows {windows}, its configuration says {spec.windows}; not supported."
+        )
     caps = {call.softcap for call in context.calls}
     if caps != {spec.softcap}:
-        raise ModelError(f"{name}: layers ask for score caps {sorted(caps)}, its configuration says {spec.softcap}; not supported.")
+        raise ModelError(
+            f"{name}: layers ask for score caps {sorted(caps)}, its configuration says {spec.softcap}; not supported."
+        )
     for layer, (q, k, v) in enumerate(context.shapes):
         got = (q[1], k[1], v[1], q[3], k[3], v[3])
         expected = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, spec.head_dim)
         if got != expected:
             raise ModelError(
-                f"{name}: layer {layer} attends with (query heads, key heads, value heads, their dims) = {got}, expected {expected} "
-                "in every layer; such a model is not supported."
+                f"{name}: layer {layer} attends with (query heads, key heads, value heads, their dims) = {got}, expected "
+                f"{expected} in every layer; such a model is not supported."
             )
 
 
