@@ -15,8 +15,8 @@ from leanroll.tasks.base import Task
 _FACTORIES: dict[str, tuple[str, str]] = {
     "ifollow": ("leanroll.tasks.ifollow", "IfollowTask"),
     "reasoning_gym": ("leanroll.tasks.reasoning_gym", "ReasoningGymTask"),
-    "jsonl": ("leanroll.tasks.files", "jsonl_task"),
-    "parquet": ("leanroll.tasks.files", "parquet_task"),
+    "jsonl": ("leanroll.tasks.files", "FileTask"),
+    "parquet": ("leanroll.tasks.files", "FileTask"),
 }
 _NEEDS_ARGUMENT = {"reasoning_gym": "dataset"}
 
@@ -43,7 +43,7 @@ def load_task(name: str, *, seed: int = 0, **options: Any) -> Task:
         name: one of `task_names()`, e.g. "ifollow" or "reasoning_gym:chain_sum".
         seed: of the generator or of the split.
         options: the task's own; see the class or function that makes it (`IfollowTask`, `ReasoningGymTask`,
-            `jsonl_task`, `parquet_task`).
+            `FileTask`).
 
     Raises:
         ConfigError: an unknown name or option, a missing package, or whatever the task finds wrong.
