@@ -1,0 +1,186 @@
+"""Time of one decode step of the whole engine, dense against sparse: scoring, selection, sampling and bookkeeping included.
+
+    python -m benchmarks.engine_decode --batch 8 --context 8000 --pages 64
+
+Correctness comes first; nothing is timed when it fails:
+- with a budget that no sequence reaches, the sparse engine gives the dense engine's tokens and log-probs (I1);
+- with a small budget, its log-probs are those of parallel sparse re-scoring on the recorded pages (I2).
+
+Then one engine per variant, each with its own copy of the model, prefills the same prompts (all different, so that no
+memory is shared) and the engines take turns of a few decode steps in one process: A B C A B C … A step is what lies
+between two calls of the engine's progress callback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks._common import Summary, Turns, print_result, progress, text_prompts, wait_for_idle
+from leanroll.measure.logprobs import score
+from leanroll.measure.selection import SparsePlan
+from leanroll.models.load import load_policy
+from leanroll.models.policy import Policy
+from leanroll.rollout.batching import RolloutProgress
+from leanroll.rollout.engine import RolloutEngine
+from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.types import Prompt, RolloutGroup, SamplingParams
+
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.15}
+"""Largest difference of a log-prob: fp32 up to the order of sums, bf16 up to its 8 bits in 30 layers."""
+SHORT_CONTEXT, SHORT_TOKENS, SHORT_PAGES = 600, 24, 12
+NEVER_REACHED = 2**20  # a finite budget, so that the engine takes its sparse path
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """pages: budget of every length; None is dense. scorer: of a sparse one."""
+
+    pages: int | None = None
+    scorer: str = "mean"
+
+    @property
+    def name(self) -> str:
+        return "dense" if self.pages is None else f"sparse-{self.pages}-{self.scorer}"
+
+    def schedule(self, page_size: int) -> BudgetSchedule:
+        if self.pages is None:
+            return BudgetSchedule.dense(page_size)
+        return BudgetSchedule(name=self.name, page_size=page_size, pages=(self.pages,), scorer=self.scorer)
+
+
+def as_prompts(token_ids: list[list[int]]) -> list[Prompt]:
+    """Prompts of given ids."""
+    return [Prompt(index=i, token_ids=tuple(ids)) for i, ids in enumerate(token_ids)]
+
+
+def make_engine(
+    policy: Policy, variant: Variant, batch: int, *, page_size: int = 16, kernel: str = "auto"
+) -> RolloutEngine:
+    """An engine with room for the batch; the pool takes only what the prompts need."""
+    return RolloutEngine(policy, variant.schedule(page_size), kv_memory_gib=16.0, max_batch_size=batch, kernel=kernel)
+
+
+def largest_difference(a: list[RolloutGroup], b: list[RolloutGroup]) -> float:
+    """Largest difference between the log-probs of two runs over the tokens before their first different one."""
+    worst = 0.0
+    for group_a, group_b in zip(a, b, strict=True):
+        for x, y in zip(group_a.rollouts, group_b.rollouts, strict=True):
+            for i in range(min(len(x.token_ids), len(y.token_ids))):
+                if x.token_ids[i] != y.token_ids[i]:
+                    break
+                worst = max(worst, abs(x.logprobs[i] - y.logprobs[i]))
+    return worst
+
+
+def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[str, float]:
+    """Run I1 and I2 on short prompts in fp32 and bf16; exit with 1 on a difference above the tolerance."""
+    found: dict[str, float] = {}
+    failed = False
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = load_policy(model, dtype=dtype)
+        prompts = as_prompts(text_prompts(policy.tokenizer, 2, SHORT_CONTEXT))
+        sampling = SamplingParams(max_completion_length=SHORT_TOKENS, ignore_stop=True, record_pages=True)
+        run = partial(RolloutEngine.generate, prompts=prompts, sampling=sampling, num_samples=1)
+        engine = partial(make_engine, policy, batch=2, page_size=page_size, kernel=kernel)
+        dense = run(engine(Variant()))
+        kind = str(dtype).removeprefix("torch.")
+        for scorer in scorers:
+            full = run(engine(Variant(NEVER_REACHED, scorer)))
+            same = [g.rollouts[0].token_ids for g in full] == [g.rollouts[0].token_ids for g in dense]
+            variant = Variant(SHORT_PAGES, scorer)
+            sparse = run(engine(variant))
+            plan = SparsePlan.of(policy.spec, variant.schedule(page_size), kv_dtype=dtype, recorded=True)
+            scores = score(policy, sparse, temperature=1.0, max_tokens=2 * SHORT_CONTEXT, plan=plan, with_entropy=False)
+            rescored = max(
+                (torch.tensor(group.rollouts[0].logprobs) - again).abs().max().item()
+                for group, again in zip(sparse, scores.logprobs, strict=True)
+            )
+            found[f"{kind} {scorer}: full budget against dense"] = largest_difference(full, dense)
+            found[f"{kind} {scorer}: decoding against parallel re-scoring"] = rescored
+            failed |= dtype == torch.float32 and not same
+            failed |= max(largest_difference(full, dense), rescored) > TOLERANCE[dtype]
+    for name, value in found.items():
+        progress(f"largest log-prob difference, {name}: {value:.2e}")
+    if failed:
+        print(f"correctness check failed: {found}; expected at most {TOLERANCE}. Nothing was timed.", file=sys.stderr)
+        raise SystemExit(1)
+    return found
+
+
+def measure(
+    variants: list[Variant], model: str, prompts: list[list[int]], *, turns: int, turn: int, page_size: int, kernel: str
+) -> dict[str, list[float]]:
+    """Seconds per decode step of the full batch, per variant; the engines take turns of `turn` steps."""
+    clock = Turns([v.name for v in variants], turn)
+    sampling = SamplingParams(max_completion_length=turns * turn + 1, ignore_stop=True)
+
+    def call(variant: Variant) -> None:
+        policy = load_policy(model, dtype=torch.bfloat16)
+        engine = make_engine(policy, variant, len(prompts), page_size=page_size, kernel=kernel)
+
+        def after_step(now: RolloutProgress) -> None:
+            if now.num_tokens == 2 * len(prompts):
+                progress(f"{variant.name}: prefilled, {now.seconds:.0f} s after its start")
+            if now.num_running == len(prompts):
+                clock.step(variant.name)
+
+        engine.generate(as_prompts(prompts), sampling, 1, progress=after_step)
+
+    clock.run({v.name: partial(call, v) for v in variants})
+    return clock.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=8000, help="prompt tokens of each sequence")
+    parser.add_argument("--pages", type=int, nargs="+", default=[64], help="page budgets to measure")
+    parser.add_argument("--scorers", nargs="+", default=["softmax", "mean"])
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=10, help="turns of each variant")
+    parser.add_argument("--turn", type=int, default=8, help="decode steps per turn; the first of each is not timed")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--skip-check", action="store_true", help="only for looking around: the result then says so")
+    parser.add_argument("--most-load", type=float, default=0.5, help="wait until the machine's load average is below")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for that")
+    options = parser.parse_args()
+
+    checked = None if options.skip_check else check(options.model, options.kernel, options.page_size, options.scorers)
+    variants = [Variant()] + [Variant(pages, scorer) for scorer in options.scorers for pages in options.pages]
+    load = wait_for_idle(options.most_load, options.patience)
+    tokenizer = load_policy(options.model).tokenizer
+    seconds = measure(
+        variants,
+        options.model,
+        text_prompts(tokenizer, options.batch, options.context),
+        turns=options.turns,
+        turn=options.turn,
+        page_size=options.page_size,
+        kernel=options.kernel,
+    )
+    steps = {name: Summary.of(values).scaled(1e3) for name, values in seconds.items()}
+    dense = steps["dense"].median
+    print(f"{'variant':<24} {'ms per step':<28} {'tokens/s':>9} {'against dense':>14}")
+    for name, step in steps.items():
+        print(f"{name:<24} {step!s:<28} {options.batch / step.median * 1e3:>9.0f} {dense / step.median:>13.2f}x")
+    print_result(
+        "engine_decode",
+        {
+            "options": vars(options),
+            "step_ms": {name: step.as_dict(3) for name, step in steps.items()},
+            "speedup": {name: round(dense / step.median, 3) for name, step in steps.items()},
+            "largest_logprob_difference": checked,
+            "load_before": round(load, 2),
+            "threads": torch.get_num_threads(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
