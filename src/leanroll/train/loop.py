@@ -25,8 +25,10 @@ Metrics = dict[str, float]
 class Algorithm(Protocol[BatchT]):
     """What a trainer does; the loop decides when. Steps count from 1."""
 
-    num_updates: int
-    """Optimizer updates so far; tells whether a diverged step had already changed the parameters."""
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far; tells whether a diverged step had already changed the parameters."""
+        ...
 
     def collect(self, step: int) -> BatchT:
         """Make the step's training batch (roll out, score)."""

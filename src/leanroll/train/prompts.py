@@ -1,8 +1,9 @@
 """Which prompts a step trains on: a pure function of (seed, step, round), so resume needs no iterator state.
 
 Round 0 is the step's batch; rounds 1, 2, … are the extra batches drawn when zero-variance groups are resampled. A
-task with endless prompts is read in order. A finite one is read in a fresh seeded permutation per epoch; the `size
-mod batch` prompts that do not fill a batch are left out of that epoch, so no prompt occurs twice in a step.
+task with endless prompts is read in order from a place of the seed's own. A finite one is read in a fresh seeded
+permutation per epoch; the `size mod batch` prompts that do not fill a batch are left out of that epoch, so no prompt
+occurs twice in a step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from leanroll.errors import ConfigError
+
+_STRETCH = 2**24
+"""Prompts of an endless task that belong to one seed."""
 
 
 class PromptOrder:
@@ -38,7 +42,8 @@ class PromptOrder:
     def _raw(self, step: int, round_: int) -> list[int]:
         number = (step - 1) * self.rounds + round_
         if self.size is None:
-            return list(range(number * self.batch, (number + 1) * self.batch))
+            start = (self.seed % 2**20) * _STRETCH + number * self.batch
+            return list(range(start, start + self.batch))
         epoch, position = divmod(number, self.size // self.batch)
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.size)
         return [int(i) for i in order[position * self.batch : (position + 1) * self.batch]]

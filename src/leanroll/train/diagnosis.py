@@ -1,0 +1,71 @@
+"""What is saved when a run stops because a loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leanroll.measure.packing import PackedBatch
+from leanroll.rundir import RunDir, step_name, write_json
+from leanroll.train.token_stats import TokenRecord
+
+
+def write_diagnosis(
+    run: RunDir,
+    step: int,
+    *,
+    loss: float,
+    grad_norm: float,
+    bad_gradients: Sequence[str],
+    batch: PackedBatch,
+    record: TokenRecord,
+) -> Path:
+    """Write diagnosis/step-NNNNNN.json: the numbers of the offending micro-batch and its completions.
+
+    JSON has no NaN or infinity, so such values are written as the strings "nan", "inf" and "-inf".
+    """
+    fields = ("logprobs", "old", "sampler", "entropy", "weights")
+    completions = [
+        {
+            "sample": sample,
+            "prompt_index": rollout.prompt_index,
+            "sample_index": rollout.sample_index,
+            "token_ids": list(rollout.token_ids),
+            "text": rollout.text,
+            "finish_reason": rollout.finish_reason,
+            **{name: [_plain(x) for x in getattr(record, name)[record.sample_ids == sample]] for name in fields},
+        }
+        for sample, rollout in sorted(batch.rollouts.items())
+    ]
+    path = run.diagnosis_path(f"{step_name(step)}.json")
+    write_json(
+        path,
+        {
+            "step": step,
+            "loss": _plain(loss),
+            "grad_norm": _plain(grad_norm),
+            "parameters_with_bad_gradients": list(bad_gradients),
+            "input_tokens": batch.num_inputs,
+            "statistics": {name: _describe(getattr(record, name)) for name in fields},
+            "sums": {name: _plain(value) for name, value in record.sums.items()},
+            "completions": completions,
+        },
+    )
+    return path
+
+
+def _plain(value: float) -> float | str:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _describe(values: np.ndarray) -> dict[str, Any]:
+    finite = values[np.isfinite(values)]
+    summary: dict[str, Any] = {"count": int(values.size), "not_finite": int(values.size - finite.size)}
+    if finite.size:
+        summary |= {"min": float(finite.min()), "max": float(finite.max()), "mean": float(finite.mean())}
+    return summary

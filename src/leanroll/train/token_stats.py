@@ -1,0 +1,109 @@
+"""Per-token statistics of the loss, collected over micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What one micro-batch leaves behind, on the CPU. Arrays are [R], R its completion tokens; all tokens, masked or
+    not.
+
+    sums: the sums of `policy_loss` over unmasked tokens. clipped_share: of `correction`.
+    """
+
+    old: np.ndarray
+    sampler: np.ndarray
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    weights: np.ndarray
+    mask: np.ndarray
+    sample_ids: np.ndarray
+    sums: dict[str, float]
+    clipped_share: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        old: Tensor,
+        sampler: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor,
+        weights: Tensor | None,
+        mask: Tensor,
+        sample_ids: Tensor,
+        sums: dict[str, Tensor],
+        clipped_share: float,
+    ) -> TokenRecord:
+        """From device tensors. weights: None is 1 everywhere."""
+        array = lambda t: t.detach().to("cpu", copy=True).numpy()  # noqa: E731
+        return cls(
+            old=array(old),
+            sampler=array(sampler),
+            logprobs=array(logprobs),
+            entropy=array(entropy),
+            weights=array(torch.ones_like(old) if weights is None else weights),
+            mask=array(mask),
+            sample_ids=array(sample_ids),
+            sums={name: float(value) for name, value in sums.items()},
+            clipped_share=clipped_share,
+        )
+
+
+class TokenStats:
+    """Collects the records of a step and turns them into metrics (names and units: `leanroll.rundir_metrics`)."""
+
+    def __init__(self) -> None:
+        self._records: list[TokenRecord] = []
+
+    def add(self, record: TokenRecord) -> None:
+        """Add a micro-batch."""
+        self._records.append(record)
+
+    def metrics(self) -> dict[str, float]:
+        """Empty when no token entered the loss."""
+        records = [r for r in self._records if r.mask.any()]
+        if not records:
+            return {}
+        log_ratio = np.concatenate([(r.old - r.sampler)[r.mask] for r in records]).astype(np.float64)
+        weights = np.concatenate([r.weights[r.mask] for r in records])
+        sequences = np.concatenate([_per_sequence(r) for r in records])
+        total = {key: sum(r.sums.get(key, 0.0) for r in records) for key in records[0].sums}
+        tokens = total["num_tokens"]
+        ratio = np.exp(log_ratio)
+        # Each record's share is of its own tokens or sequences; weigh it by its tokens.
+        clipped = sum(r.clipped_share * r.sums["num_tokens"] for r in records) / tokens
+        metrics = {
+            "entropy": total["entropy"] / tokens,
+            "clip_share/low": total["clipped_low"] / tokens,
+            "clip_share/high": total["clipped_high"] / tokens,
+            "policy_ratio/mean": total["ratio"] / tokens,
+            "approx_kl": total["kl_old"] / tokens,
+            "ratio/mean": float(ratio.mean()),
+            "ratio/min": float(ratio.min()),
+            "ratio/max": float(ratio.max()),
+            "ratio/weight_mean": float(weights.mean()),
+            "log_ratio/abs_mean": float(np.abs(log_ratio).mean()),
+            "is_clipped_share": clipped,
+            "sampler_kl": float((ratio - log_ratio - 1.0).mean()),
+        }
+        if "kl_ref" in total:
+            metrics["kl_to_ref"] = total["kl_ref"] / tokens
+        for percent in (1, 5, 50, 95, 99):
+            metrics[f"log_ratio/p{percent:02d}"] = float(np.percentile(log_ratio, percent))
+        for percent in (1, 50, 99):
+            metrics[f"sequence_log_ratio/p{percent:02d}"] = float(np.percentile(sequences, percent))
+        return metrics
+
+
+def _per_sequence(record: TokenRecord) -> np.ndarray:
+    """Log ratios summed over each completion of the record."""
+    ids = record.sample_ids[record.mask]
+    sums = np.bincount(ids, weights=(record.old - record.sampler)[record.mask])
+    return sums[np.unique(ids)]
