@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -78,7 +78,7 @@ class GenerateConfig(Section):
     num_samples: Int = Field(1, ge=1, description="Completions per prompt.")
     num_prompts: Int = Field(0, ge=0, description="Prompts used, from the start of the file or split. 0: all of them.")
     num_top_logprobs: Int = Field(0, ge=0, le=256, description="Likeliest tokens written per position. 0: none.")
-    split: str = Field("eval", min_length=1, description="Split of the task, when the prompts come from one.")
+    split: Literal["eval", "train"] = Field("eval", description="Split of the task, when the prompts come from one.")
     seed: Int = Field(0, ge=0, lt=2**63, description="Seed of the draws.")
 
     @model_validator(mode="after")
@@ -101,8 +101,15 @@ class EvaluateConfig(Section):
     eval: EvalConfig = EvalConfig()
 
 
-Recipe = RLConfig | GenerateConfig | EvaluateConfig
-RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig)
+class DoctorConfig(Section):
+    """What `leanroll doctor` looks at."""
+
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+
+Recipe = RLConfig | GenerateConfig | EvaluateConfig | DoctorConfig
+RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, DoctorConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class EvalConfig(Section):
         None, ge=1, description="Tokens at most. None: rollout.max_completion_length."
     )
     seed: Int = Field(1234, ge=0, lt=2**63, description="Seed of the draws, the same in every evaluation of a run.")
-    split: str = Field("eval", min_length=1, description="Split of the task that is evaluated.")
+    split: Literal["eval", "train"] = Field("eval", description="Split of the task that is evaluated.")
 
     @model_validator(mode="after")
     def _greedy_is_one(self) -> EvalConfig:

@@ -1,0 +1,20 @@
+"""Where results go: a file, written at the end and at once; checked before the work starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from leanroll.errors import ConfigError
+
+
+def check_output(path: str) -> Path:
+    """The output file's path. Raises ConfigError when its folder does not exist or cannot be written."""
+    file = Path(path).absolute()
+    if file.is_dir():
+        raise ConfigError(f"--output {path!r} is a folder; give the name of a file.")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--output {path!r}: the folder {str(file.parent)!r} does not exist; make it first.")
+    if not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"--output {path!r}: the folder {str(file.parent)!r} is not writable; choose another.")
+    return file
