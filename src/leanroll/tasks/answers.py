@@ -32,7 +32,7 @@ def stated_answer(text: str) -> str | None:
     for pattern in (_TAG, *_MARKS):
         found = pattern.findall(text)
         if found:
-            return str(found[-1]).strip(" \t*_`.")
+            return str(found[-1]).strip(" \t*_`").removesuffix(".").rstrip("*_` ")
     return None
 
 

@@ -33,7 +33,7 @@ EVAL_TOPICS: tuple[str, ...] = tuple(
     comets; meteor showers; mangroves; hurricanes; kangaroos; octopuses; hummingbirds; tortoises; squirrels; sharks;
     mushrooms; cacti; orchids; bamboo; sourdough; olive oil; lemonade; popcorn; noodle soup; spicy curry;
     ice skating; surfing; volleyball; archery; marathons; karate; the violin; drums; opera; origami; sculpture;
-    quilting; woodworking; escalators; submarines; helicopters; ferries; tunnels; cathedrals; fountains; aquariums;
+    quilting; woodworking; escalators; submarines; helicopters; ferries; tunnels; temples; fountains; aquariums;
     theaters; podcasts; keyboards; drones; calculators; compasses; thermometers; insurance; budgeting; volunteering;
     courage; gratitude; kindness; graduation; picnics; roller coasters; sledding; geysers; canyons; the Aztecs;
     gladiators; the telegraph; judges; dentists; plumbers; tailoring; blankets; sunglasses; spoons; bookshelves;

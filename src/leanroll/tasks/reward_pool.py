@@ -66,7 +66,10 @@ class _Worker:
         self._drain = threading.Thread(target=self._read_output, daemon=True)
         self._drain.start()
         self._ready = False
-        self.connection.send(list(functions))
+        self._pending = False
+        # A process that is dead already is reported by ensure_ready, with its output.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(list(functions))
 
     def ensure_ready(self) -> None:
         """Wait until the functions are loaded.
@@ -101,6 +104,7 @@ class _Worker:
 
     def send(self, call: Call) -> None:
         self._tail = b""
+        self._pending = True
         self.connection.send(call)
 
     def receive(self) -> Outcome:
@@ -110,6 +114,7 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.kill()
             return Outcome(CallFailure("died", f"the worker process died ({self._exit()})"), self.output())
+        self._pending = False
         return Outcome(reply, self.output())
 
     def output(self) -> str:
@@ -117,11 +122,12 @@ class _Worker:
         return self._tail.decode(errors="replace").strip()
 
     @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
+    def usable(self) -> bool:
+        """Running, and not owing the reply of an abandoned call (Ctrl-C may fall between any two lines)."""
+        return not self.connection.closed and not self._pending and self.process.poll() is None
 
     def stop(self) -> None:
-        """End an idle worker: a closed socket makes it return; one that does not is killed."""
+        """End the process: a closed socket makes an idle one return; one that does not is killed."""
         self.connection.close()
         try:
             self.process.wait(_STOP_LIMIT_S)
@@ -130,8 +136,10 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and all it has started, and collect the rest of its output."""
-        with contextlib.suppress(ProcessLookupError):  # already gone, with its whole group
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # Before the process is reaped its id cannot be another's; the group may be gone already.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
         self._drain.join(_STOP_LIMIT_S)
@@ -166,8 +174,8 @@ class RewardPool:
     def start(self) -> None:
         """Wait until every worker has loaded the functions; raises as `_Worker.ensure_ready`."""
         self._check_open()
-        for worker in self._workers:
-            worker.ensure_ready()
+        for number in range(len(self._workers)):
+            self._ready_worker(number)
 
     def run(self, calls: Sequence[Call], limit_s: float, stop_at_failure: bool = False) -> dict[int, Outcome]:
         """Run the calls, each within `limit_s` seconds; a late worker is killed and replaced.
@@ -207,20 +215,19 @@ class RewardPool:
     def _spawn(self) -> _Worker:
         return _Worker(self._functions, self._names)
 
-    def _begin(self, number: int, call: Call) -> None:
-        if not self._workers[number].alive:
-            self._workers[number].connection.close()
+    def _ready_worker(self, number: int) -> _Worker:
+        if not self._workers[number].usable:
+            self._workers[number].kill()
             self._workers[number] = self._spawn()
-        worker = self._workers[number]
-        worker.ensure_ready()
+        self._workers[number].ensure_ready()
+        return self._workers[number]
+
+    def _begin(self, number: int, call: Call) -> None:
         try:
-            worker.send(call)
+            self._ready_worker(number).send(call)
         except (BrokenPipeError, ConnectionResetError):
             _LOG.warning("A reward worker died while idle and is replaced.")
-            worker.kill()
-            self._workers[number] = self._spawn()
-            self._workers[number].ensure_ready()
-            self._workers[number].send(call)
+            self._ready_worker(number).send(call)  # the failed send has made it unusable
 
     def _finished(self, busy: dict[int, tuple[int, float]], limit_s: float) -> list[tuple[int, Outcome]]:
         connections = {self._workers[number].connection: number for number in busy}
@@ -241,7 +248,7 @@ def _stop_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child holds a copy of the pool; the workers are not its own
     for worker in workers:
-        if worker.connection.closed:
-            continue  # killed before
+        worker.connection.close()
+    for worker in workers:
         worker.stop()
     workers.clear()

@@ -319,3 +319,26 @@ def test_workers_end_with_the_program(tmp_path: Path, mode: str, how: signal.Sig
             program.send_signal(how)
         program.wait(timeout=10)
     assert _gone(worker)
+
+
+def test_a_worker_killed_from_outside_is_replaced() -> None:
+    with RewardRunner([spec("process_id")]) as runner:
+        first = int(runner.score(items(1), ["a"]).total[0])
+        os.kill(first, signal.SIGKILL)
+        assert _gone(first)
+        second = int(runner.score(items(1), ["a"]).total[0])
+    assert second != first
+
+
+def test_an_interrupted_score_leaves_no_stale_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RewardRunner([spec("length")]) as runner:
+        runner.start()
+        with monkeypatch.context() as patch:
+            patch.setattr("leanroll.tasks.reward_pool.wait", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                runner.score(items(2), ["one", "three"])
+        assert runner.score(items(2), ["a", ""]).total.tolist() == [1, 0]
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
