@@ -291,9 +291,9 @@ def _pickled(spec: RewardSpec) -> bytes:
         # A worker's __main__ is another module: load the script as a file there.
         script = getattr(sys.modules["__main__"], "__file__", None)
         name = getattr(function, "__qualname__", "")
-        if script is None or not name.isidentifier():
+        if script is None or not script.endswith(".py") or not name.isidentifier():
             raise ConfigError(
-                f"Reward {spec.name!r} is defined in __main__ without a file (a notebook or shell?), where a worker "
+                f"Reward {spec.name!r} is not a top-level function of a .py script (a notebook or shell?), so a worker "
                 "process cannot find it; move it to a .py file, or run rewards with num_workers=0."
             )
         function = UserReward(script, name)
