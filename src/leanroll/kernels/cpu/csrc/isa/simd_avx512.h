@@ -1,0 +1,77 @@
+// AVX-512 F, BW, DQ, VL and BF16: sixteen lanes, and products of bf16 pairs.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "../kernels.h"
+
+namespace leanroll {
+namespace {
+
+typedef __m512 F;
+constexpr int W = 16;
+constexpr int kHeadBlock = 4, kTileBlock = 2;
+constexpr int kWeightRows = 4, kInputRows = 6;
+#define LEANROLL_DOT_BF16 1
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u); }
+inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F vmax(F a, F b) { return _mm512_max_ps(a, b); }
+inline F select_gt(F a, F b, F yes, F no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), no, yes); }
+inline float hsum(F v) { return _mm512_reduce_add_ps(v); }
+inline float hmax(F v) { return _mm512_reduce_max_ps(v); }
+// Lane i = sum of r[i]: a transposition that adds on the way.
+inline F reduce_rows(const F* r) {
+  F a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i) {
+    const F x = r[2 * i], y = r[2 * i + 1];
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  for (int i = 0; i < 2; ++i)
+    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+inline F scale_pow2(F x, F k) { return _mm512_scalef_ps(x, k); }
+inline F keep_bits(F v, unsigned bits, float other) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), set1(other), v);
+}
+inline __mmask32 first_halves(int n) { return n >= 32 ? 0xffffffffu : (1u << n) - 1u; }
+inline void split(__m512i x, F& a, F& b) {
+  a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+inline void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
+inline void load2(const bf16* p, F& a, F& b) { split(_mm512_loadu_si512(p), a, b); }
+inline void load2_n(const float* p, int n, F& a, F& b) {
+  a = load_n(p, n < W ? n : W), b = load_n(p + W, n > W ? n - W : 0);
+}
+inline void load2_n(const bf16* p, int n, F& a, F& b) { split(_mm512_maskz_loadu_epi16(first_halves(n), p), a, b); }
+inline void natural(const bf16*, F& a, F& b) {
+  const __m512i lo = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i hi = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const F even = a, odd = b;
+  a = _mm512_permutex2var_ps(even, lo, odd), b = _mm512_permutex2var_ps(even, hi, odd);
+}
+inline void natural(const float*, F&, F&) {}
+
+// Pairs of bf16: one tile is one register.
+typedef __m512bh P;
+inline P load_pairs(const bf16* p) { return (P)_mm512_loadu_si512(p); }
+inline P load_pairs_n(const bf16* p, int n) { return (P)_mm512_maskz_loadu_epi16(first_halves(n), p); }
+inline F dot_pairs(F acc, P x, P y) { return _mm512_dpbf16_ps(acc, x, y); }
+
+}  // namespace
+}  // namespace leanroll
