@@ -131,15 +131,16 @@ class BudgetSchedule:
         if unknown:
             raise ConfigError(f"Schedule {where!r}: unknown keys {unknown}; expected a subset of {sorted(known)}.")
         values = {"name": where, **data}
+        for key in ("pages", "dense_layers"):
+            if key in values:
+                numbers = values[key]
+                if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+                    raise ConfigError(f"Schedule {where!r}: {key} is {numbers!r}; expected a list of integers.")
+                values[key] = tuple(numbers)
         try:
-            for key in ("pages", "dense_layers"):
-                if key in values:
-                    values[key] = tuple(int(x) for x in values[key])
             return cls(**values)
         except TypeError as error:
-            raise ConfigError(
-                f"Schedule {where!r}: {error}; `pages` and `dense_layers` are lists of integers."
-            ) from error
+            raise ConfigError(f"Schedule {where!r}: {error}; page counts and sizes are integers.") from error
 
 
 def preset_names() -> list[str]:

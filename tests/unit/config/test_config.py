@@ -1,0 +1,305 @@
+"""Recipes: loading, overrides, rules between fields, and the resolved file."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from leanroll.config import (
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    TaskConfig,
+    changed_options,
+    iter_fields,
+    load_config,
+    nearest_key,
+    option_keys,
+    parse_value,
+    read_resolved,
+    resume_conflicts,
+    split_overrides,
+    to_dict,
+    to_toml,
+    validate,
+)
+from leanroll.config.recipes import INERT_RULES, inert_options
+from leanroll.config.schema import field_at
+from leanroll.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
+
+
+def load(*overrides: tuple[str, str], schema: Any = RLConfig) -> Any:
+    return load_config(schema, None, overrides)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_shipped_recipe(path: Path) -> None:
+    config = load_config(RLConfig, path)
+    if config.rollout.schedule.endswith(".json"):
+        assert Path(config.rollout.schedule).is_file()
+    for option in (config.task.path, config.task.eval_path, config.task.few_shot_file, config.model.chat_template):
+        assert option is None or Path(option).is_file()
+
+
+def test_every_field_is_described() -> None:
+    for schema in (RLConfig, GenerateConfig, EvaluateConfig):
+        for field in iter_fields(schema):
+            assert len(field.description) > 10, field.key
+
+
+def test_none_and_zero_have_a_meaning() -> None:
+    for field in iter_fields(RLConfig):
+        if field.default == "-":
+            assert "None:" in field.description, f"{field.key} does not say what None means"
+        info = field_at(RLConfig, field.key.split("."))
+        assert info is not None
+        zero_off = field.type in ("int", "float") and field.default == "0"
+        if zero_off and field.key not in ("train.seed",):
+            assert "0" in field.description, f"{field.key} does not say what 0 means"
+
+
+def test_defaults_are_the_vetted_ones() -> None:
+    config = RLConfig()
+    assert (config.rl.loss_type, config.rl.scale_rewards) == ("dapo", "group")
+    assert (config.rl.epsilon, config.rl.epsilon_high, config.rl.delta, config.rl.beta) == (0.2, 0.28, None, 0.0)
+    assert (config.rl.importance_sampling_mode, config.rl.importance_sampling_cap) == ("token_truncate", 3.0)
+
+
+def test_frozen() -> None:
+    config = RLConfig()
+    with pytest.raises(ValidationError):
+        config.rl.epsilon = 0.1  # type: ignore[misc]
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('name = "a"\n[rl]\nprompts_per_step = 4\nnum_generations = 4\n')
+    config = load_config(RLConfig, path, [("rl.num_generations", "16"), ("rollout.schedule", "qwen3-4b-0.86")])
+    assert (config.name, config.rl.prompts_per_step, config.rl.num_generations) == ("a", 4, 16)
+    assert config.rollout.schedule == "qwen3-4b-0.86"
+
+
+def test_null_returns_to_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[rollout]\nschedule = "qwen3-4b-0.86"\nscorer = "softmax"\n')
+    with pytest.raises(ConfigError, match=r"rollout\.scorer is set but has no effect"):
+        load_config(RLConfig, path, [("rollout.schedule", "dense")])
+    config = load_config(RLConfig, path, [("rollout.schedule", "dense"), ("rollout.scorer", "null")])
+    assert config.rollout.scorer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-0.5", -0.5),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ('{a = "b"}', {"a": "b"}),
+        ('"3"', "3"),
+        ("plain words", "plain words"),
+        ("qwen3-4b-0.86", "qwen3-4b-0.86"),
+        ("org/name", "org/name"),
+        ("2026-01-02", "2026-01-02"),
+        ("", ""),
+        ("1\nb = 2", "1\nb = 2"),
+    ],
+)
+def test_parse_value(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)
+
+
+def test_split_overrides() -> None:
+    arguments = ["r.toml", "--rl.epsilon", "0.1", "--resume", "--name=x", "--rl.beta=-1", "--model.name", "-x"]
+    rest, overrides = split_overrides(arguments, RLConfig)
+    assert rest == ["r.toml", "--resume"]
+    assert overrides == [("rl.epsilon", "0.1"), ("name", "x"), ("rl.beta", "-1"), ("model.name", "-x")]
+    with pytest.raises(ConfigError, match="has no value"):
+        split_overrides(["--rl.epsilon", "--resume"], RLConfig)
+    with pytest.raises(ConfigError, match="has no value"):
+        split_overrides(["--rl.epsilon"], RLConfig)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("rollout.temprature", "rollout.temperature"),
+        ("rl.temperature", "rollout.temperature"),
+        ("rl.num_generation", "rl.num_generations"),
+        ("steps", "train.steps"),
+    ],
+)
+def test_nearest_key(key: str, nearest: str) -> None:
+    assert nearest_key(RLConfig, key) == nearest
+
+
+def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[rl]\nnum_generation = 4\n")
+    with pytest.raises(
+        ConfigError, match=r"a\.toml: unknown key rl\.num_generation; did you mean rl\.num_generations\?"
+    ):
+        load_config(RLConfig, path)
+    with pytest.raises(ConfigError, match=r"did you mean rollout\.temperature\?"):
+        load(("rollout.temprature", "1"))
+
+
+def test_missing_and_malformed_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(RLConfig, tmp_path / "none.toml")
+    path = tmp_path / "a.toml"
+    path.write_text('name = "a"\n[rl\n')
+    with pytest.raises(ConfigError, match=r"not valid TOML.*line 2"):
+        load_config(RLConfig, path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(RLConfig, path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(RLConfig, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("rl.num_generations", "1")], "std of one reward"),
+        ([("rl.num_generations", "1"), ("rl.scale_rewards", "none")], "at least 2"),
+        ([("optimizer.warmup_steps", "200")], "more than train.steps"),
+        ([("rollout.temperature", "0")], "greedy"),
+        (
+            [("rl.importance_sampling_mode", "off"), ("rl.importance_sampling_cap", "3.0")],
+            "importance_sampling_mode is 'off'",
+        ),
+        ([("adapter.type", "none"), ("adapter.r", "8")], "adapter.type is 'none'"),
+        ([("rl.num_mini_batches", "9")], "only 8 groups"),
+        ([("rl.delta", "1.1")], "dual clip"),
+        ([("rl.filter_zero_std", "false"), ("rl.resample_zero_std", "2")], "filter_zero_std is false"),
+        ([("eval.temperature", "0")], "num_samples = 1"),
+        ([("adapter.dropout", "0.1")], "Must be 0"),
+        ([("rl.prompts_per_step", "true")], "integer"),
+        ([("rl.prompts_per_step", '"8"')], "integer"),
+        ([("rl.prompts_per_step", "8.5")], "integer"),
+        ([("optimizer.learning_rate", "inf")], "finite"),
+        ([("optimizer.betas", "[0.9]")], "betas"),
+        ([("model.device", "tpu")], "auto"),
+        ([("task.few_shot", "a"), ("task.few_shot_file", "b")], "keep one"),
+        ([("task.rewards", "[{weight = 1.0}]")], "needs `name`"),
+        ([("task.rewards", '[{name = "a"}, {name = "a"}]')], "more than once"),
+        ([("task.rewards", '[{name = "a", weight = 0}]')], "weight 0"),
+        ([("rollout", "1")], "is a table"),
+        ([("model.name.x", "1")], "is a value"),
+        ([("measure.alpha_every", "0"), ("measure.bin_tokens", "64")], "never measured"),
+    ],
+)
+def test_refused(overrides: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(*overrides)
+
+
+def test_all_problems_are_reported() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(("rl.epsilon", "2"), ("train.steps", "0"))
+    assert "rl.epsilon = 2" in str(caught.value)
+    assert "train.steps = 0" in str(caught.value)
+
+
+def test_inert_rules_name_fields_that_exist() -> None:
+    keys = set(option_keys(RLConfig))
+    for rule in INERT_RULES:
+        assert set(rule.options) <= keys
+
+
+def test_paths_count_from_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "budget.json").write_text("{}")
+    path = folder / "a.toml"
+    path.write_text(
+        '[task]\nname = "jsonl"\npath = "data.jsonl"\nrewards = [{function = "reward.py:score"}, {function = "pkg.mod:f"}]\n'
+        '[rollout]\nschedule = "budget.json"\n[model]\nname = "org/name"\n'
+    )
+    config = load_config(RLConfig, path)
+    assert config.task.path == str(folder / "data.jsonl")
+    assert config.task.rewards[0].function == f"{folder / 'reward.py'}:score"
+    assert config.task.rewards[0].label == "score"
+    assert config.task.rewards[1].function == "pkg.mod:f"
+    assert config.rollout.schedule == str(folder / "budget.json")
+    assert config.model.name == "org/name"
+    monkeypatch.chdir(tmp_path)
+    assert load_config(RLConfig, path, [("task.path", "x.jsonl")]).task.path == str(tmp_path / "x.jsonl")
+
+
+def test_eval_and_rollout_accept_training_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('name = "a"\n[rl]\nnum_generations = 4\n[rollout]\ntop_p = 0.9\n[train]\nsteps = 3\n')
+    assert load_config(EvaluateConfig, path).rollout.top_p == 0.9
+    assert load_config(GenerateConfig, path, [("num_samples", "2")]).num_samples == 2
+    path.write_text("[rul]\nnum_generations = 4\n")
+    with pytest.raises(ConfigError, match="unknown key rul"):
+        load_config(EvaluateConfig, path)
+
+
+def test_resolved_round_trip(tmp_path: Path) -> None:
+    config = load(
+        ("rollout.schedule", "qwen3-4b-0.86"),
+        ("rl.importance_sampling_mode", "off"),
+        ("task.params", '{kinds = ["a", "b\\"c"], "odd key" = 1, nested = {x = 0.1}}'),
+        ("task.rewards", '[{name = "x", weight = 0.5}]'),
+        ("task.system_prompt", '"two\\nlines \\t and a \\\\"'),
+        ("optimizer.learning_rate", "1e-5"),
+        ("rl.delta", "2.0"),
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert read_resolved(RLConfig, path) == config
+    assert load_config(RLConfig, path) == config
+    assert "importance_sampling_cap" not in to_toml(config)
+
+
+@given(st.text(max_size=40))
+def test_any_text_survives_the_resolved_file(text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    config = RLConfig(task=TaskConfig(system_prompt=text, params={"x": text}))
+    assert validate(RLConfig, tomllib.loads(to_toml(config))) == config
+
+
+def test_changed_options_and_resume() -> None:
+    old, new = load(), load(("rl.epsilon", "0.1"), ("train.steps", "7"), ("train.save_every", "3"))
+    assert changed_options(old, new) == {
+        "rl.epsilon": (0.2, 0.1),
+        "train.steps": (100, 7),
+        "train.save_every": (10, 3),
+    }
+    assert resume_conflicts(old, new) == {"rl.epsilon": (0.2, 0.1)}
+    old, new = load(("optimizer.scheduler", "linear")), load(("optimizer.scheduler", "linear"), ("train.steps", "7"))
+    assert resume_conflicts(old, new) == {"train.steps": (100, 7)}
+    assert changed_options(load(), load(("rl.delta", "2.0"))) == {"rl.delta": (None, 2.0)}
+
+
+def test_resolved_lists_every_option_that_is_set() -> None:
+    data = to_dict(RLConfig())
+    flat = {f"{section}.{key}" for section, table in data.items() if isinstance(table, dict) for key in table} | {
+        "name"
+    }
+    missing = set(option_keys(RLConfig)) - flat
+    empty = {field.key for field in iter_fields(RLConfig) if field.default == "-"}
+    assert missing == empty | set(inert_options(RLConfig()))
+
+
+def test_optional_fields_default_to_none() -> None:
+    # TOML has no null: a field that can be None must be None when it is left out, or the resolved file would change it.
+    def walk(schema: type[BaseModel]) -> None:
+        for name, info in schema.model_fields.items():
+            if type(None) in get_args(info.annotation):
+                assert info.default is None, name
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+                walk(info.annotation)
+
+    walk(RLConfig)
