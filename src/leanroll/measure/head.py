@@ -1,7 +1,7 @@
 """The language-model head, streamed over rows: log-probs, entropies, gathers and acceptance without [tokens, vocabulary].
 
-Legend: R rows (tokens to score), H hidden size, V vocabulary. Logits are what `LmHead.logits` gives: the product in the weight's
-dtype, then float32 (float64 for float64 weights): `softcap·tanh(scale·z / softcap)`, divided by the temperature.
+Legend: R rows (tokens to score), H hidden size, V vocabulary. Logits are what `LmHead.logits` gives, float32 products that are
+never rounded to bfloat16, divided by the temperature. Autocast does not reach the head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -20,15 +19,36 @@ from leanroll.errors import ConfigError, UserError
 
 CHUNK_BYTES = 100 * 2**20
 """Float32 logits of one chunk: 530 rows at a vocabulary of 49,152."""
+WIDE_BYTES = 2**30
+"""Largest float32 copy of a bfloat16 head that is kept during one call on a CPU."""
 
 
 class Head(Protocol):
-    """The part of `LmHead` that is needed here. weight [V, H]; bias [V] or None; softcap: 0 for none; scale: factor on logits."""
+    """`LmHead`: logits = cap(scale · (hidden · weightᵀ + bias)), cap(x) = softcap · tanh(x / softcap)."""
 
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float
-    scale: float
+    @property
+    def weight(self) -> Tensor:
+        """[V, H]."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V] or None."""
+        ...
+
+    @property
+    def softcap(self) -> float:
+        """0 means none."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product."""
+        ...
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] → hidden · weightᵀ [..., V] in float32 (or wider)."""
+        ...
 
 
 class TokenScores(NamedTuple):
@@ -68,45 +88,53 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transform:
-    """From the product z to tempered logits: softcap·tanh(scale·z / softcap) / temperature."""
+class _Tempered:
+    """A head at a temperature: from hidden rows to logits / temperature, and back from their gradient."""
 
-    scale: float
-    softcap: float
+    head: Head
     temperature: float
-
-    def logits(self, z: Tensor) -> Tensor:
-        """Tempered logits; may overwrite z."""
-        x = z.to(torch.promote_types(z.dtype, torch.float32))
-        if self.scale != 1.0:
-            x = x.mul_(self.scale)
-        if self.softcap:
-            x = x.div_(self.softcap).tanh_().mul_(self.softcap)
-        return x.div_(self.temperature) if self.temperature != 1.0 else x
-
-    def chain_(self, grad: Tensor, tempered: Tensor | None) -> Tensor:
-        """Gradient with respect to the tempered logits → with respect to z, in place."""
-        if self.softcap:
-            assert tempered is not None
-            grad.mul_(1.0 - (tempered * (self.temperature / self.softcap)).square())
-        factor = self.scale / self.temperature
-        return grad.mul_(factor) if factor != 1.0 else grad
-
-
-@dataclass(frozen=True, slots=True)
-class _Autocast:
-    """The autocast state of the forward, so that the backward computes the same products."""
-
-    device: str
-    enabled: bool
-    dtype: torch.dtype
+    wide_weight: Tensor | None = None
 
     @classmethod
-    def current(cls, device: str) -> _Autocast:
-        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    def of(cls, head: Head, temperature: float, num_rows: int) -> _Tempered:
+        """Off the GPU, where products of bfloat16 come out in bfloat16, the weight is widened once and not in every chunk."""
+        weight = head.weight
+        small = 4 * weight.numel() <= WIDE_BYTES and num_rows > 0
+        if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda and small:
+            return cls(head, float(temperature), weight.detach().float())
+        return cls(head, float(temperature), None)
 
-    def context(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Tempered logits [n, V] of rows [n, H], in a buffer of their own."""
+        head = self.head
+        x = head.project(hidden) if self.wide_weight is None else hidden.float() @ self.wide_weight.T
+        if head.bias is not None:
+            x += head.bias
+        if head.scale != 1.0:
+            x *= head.scale
+        if head.softcap:
+            x.div_(head.softcap).tanh_().mul_(head.softcap)
+        return x.div_(self.temperature) if self.temperature != 1.0 else x
+
+    def jacobian(self, p: Tensor, targets: Tensor, tempered: Tensor) -> Tensor:
+        """d logprob(target) / d hidden [n, H], rows apart; p [n, V] are the probabilities."""
+        weight, factor = self.head.weight, self.head.scale / self.temperature
+        if self.head.softcap:
+            dz = self.product_grad(p, targets, tempered, torch.ones_like(p[:, 0]))
+            return dz.to(weight.dtype) @ weight
+        return (weight[targets] - p.to(weight.dtype) @ weight).mul_(factor)
+
+    def product_grad(self, p: Tensor, targets: Tensor, tempered: Tensor, grad: Tensor) -> Tensor:
+        """grad [n] · d logprob(target) / d product [n, V]; overwrites the probabilities p."""
+        head = self.head
+        grad = grad * (head.scale / self.temperature)
+        dz = p.mul_(-grad[:, None])
+        dz[torch.arange(dz.shape[0], device=dz.device), targets] += grad
+        if head.softcap:
+            # Outside a support the logit is -inf and dz is 0; their product would be NaN.
+            capped = tempered.masked_fill(tempered == -torch.inf, 0.0).mul_(self.temperature / head.softcap)
+            dz *= 1.0 - capped.square_()
+        return dz
 
 
 def token_logprobs(
@@ -133,11 +161,17 @@ def token_logprobs(
         ConfigError: temperature is not positive. UserError: shapes do not fit.
     """
     _check(hidden, targets, temperature)
-    transform = _Transform(float(head.scale), float(head.softcap or 0.0), float(temperature))
     rows = chunk_rows or default_chunk_rows(head.weight.shape[0])
-    needs_grad = torch.is_grad_enabled()
     logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, support, transform, rows, with_entropy, needs_grad
+        hidden,
+        head.weight,
+        head.bias,
+        targets,
+        support,
+        _Tempered.of(head, temperature, hidden.shape[0]),
+        rows,
+        with_entropy,
+        torch.is_grad_enabled(),  # always off inside a Function
     )
     return TokenScores(logprobs, entropy if with_entropy else None)
 
@@ -151,42 +185,41 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         support: Support | None,
-        transform: _Transform,
+        tempered: _Tempered,
         chunk: int,
         with_entropy: bool,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = _wide(weight.dtype)
         num_rows = hidden.shape[0]
         logprobs = hidden.new_empty(num_rows, dtype=dtype)
         entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
-        norms = hidden.new_empty(num_rows, dtype=dtype)
         head_grad = needs_grad and (weight.requires_grad or (bias is not None and bias.requires_grad))
         # d logprob / d hidden of a row is independent of the other rows, so it can be made here and scaled later.
         jacobian = torch.empty_like(hidden) if needs_grad and hidden.requires_grad and not head_grad else None
-        for rows in _chunks(num_rows, chunk):
-            x = transform.logits(F.linear(hidden[rows].to(weight.dtype), weight, bias))
-            if support is not None:
-                support.apply(x, rows.start)
-            norm = x.logsumexp(dim=-1)
-            norms[rows] = norm
-            logprobs[rows] = x.gather(1, targets[rows, None]).squeeze(1) - norm
-            if not with_entropy and jacobian is None:
-                continue
-            p = (x - norm[:, None]).exp_()
-            if with_entropy:
-                weighted = p * x if support is None else torch.where(p > 0, p * x, 0.0)
-                entropy[rows] = norm - weighted.sum(dim=-1)
-            if jacobian is not None:
-                dz = _logprob_grad(p, targets[rows], transform, x)
-                jacobian[rows] = (dz.to(weight.dtype) @ weight).to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _chunks(num_rows, chunk):
+                x = tempered.logits(hidden[rows])
+                if support is not None:
+                    support.apply(x, rows.start)
+                log_p = x.log_softmax(dim=-1)
+                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                if not with_entropy and jacobian is None:
+                    continue
+                p = log_p.exp()
+                if with_entropy:
+                    if support is not None:
+                        log_p.masked_fill_(log_p == -torch.inf, 0.0)
+                    entropy[rows] = -torch.bmm(p[:, None], log_p[:, :, None])[:, 0, 0]
+                if jacobian is not None:
+                    jacobian[rows] = tempered.jacobian(p, targets[rows], x).to(hidden.dtype)
         ctx.mark_non_differentiable(entropy)
-        ctx.settings = (support, transform, chunk, _Autocast.current(hidden.device.type))
         ctx.has_jacobian = jacobian is not None
         if jacobian is not None:
             ctx.save_for_backward(jacobian)
-        else:
-            ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        elif head_grad:
+            ctx.settings = (support, tempered, chunk)
+            ctx.save_for_backward(hidden, weight, bias, targets)
         return logprobs, entropy
 
     @staticmethod
@@ -196,29 +229,26 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.has_jacobian:
             (jacobian,) = ctx.saved_tensors
             return (jacobian * grad[:, None].to(jacobian.dtype), None, None, *nothing)
-        hidden, weight, bias, targets, norms = ctx.saved_tensors
-        support, transform, chunk, autocast = ctx.settings
+        hidden, weight, bias, targets = ctx.saved_tensors
+        support, tempered, chunk = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         # Chunks are summed in float32: in bfloat16 the later ones would be rounded away.
-        wide = norms.dtype
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if need_bias else None
-        with autocast.context():
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=_wide(weight.dtype)) if need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(hidden.shape[0], chunk):
-                h = hidden[rows].to(weight.dtype)
-                x = transform.logits(F.linear(h, weight, bias))
+                x = tempered.logits(hidden[rows])
                 if support is not None:
                     support.apply(x, rows.start)
-                p = (x - norms[rows, None]).exp_()
-                dz = _logprob_grad(p, targets[rows], transform, x).mul_(grad[rows, None])
+                dz = tempered.product_grad(x.softmax(dim=-1), targets[rows], x, grad[rows])
                 if grad_bias is not None:
                     grad_bias += dz.sum(dim=0)
                 dz = dz.to(weight.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = (dz @ weight).to(hidden.dtype)
                 if grad_weight is not None:
-                    grad_weight += (dz.T @ h).to(wide)
+                    grad_weight += dz.T @ hidden[rows].to(weight.dtype)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -227,14 +257,9 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _logprob_grad(p: Tensor, targets: Tensor, transform: _Transform, tempered: Tensor) -> Tensor:
-    """d logprob / d z from the probabilities, which it overwrites."""
-    dz = p.neg_()
-    dz.scatter_add_(1, targets[:, None], torch.ones_like(targets, dtype=dz.dtype)[:, None])
-    if transform.softcap:
-        # Outside a support p is 0 and the logit -inf; the product would be NaN.
-        tempered = tempered.masked_fill(tempered == -torch.inf, 0.0)
-    return transform.chain_(dz, tempered)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64 weights."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @torch.no_grad()
@@ -243,7 +268,7 @@ def gather_logprobs(
 ) -> Tensor:
     """Log-probabilities at given ids: hidden [R, H], ids int64 [R, k] → float32 [R, k]. Untruncated, no gradient."""
     _check(hidden, ids, temperature)
-    out = hidden.new_empty(ids.shape, dtype=torch.promote_types(head.weight.dtype, torch.float32))
+    out = hidden.new_empty(ids.shape, dtype=_wide(head.weight.dtype))
     for rows, logprobs in _streamed(hidden, head, temperature, chunk_rows):
         out[rows] = logprobs.gather(1, ids[rows])
     return out
@@ -297,12 +322,11 @@ def default_chunk_rows(vocab_size: int) -> int:
 def _streamed(hidden: Tensor, head: Head, temperature: float, chunk_rows: int | None) -> Iterator[tuple[slice, Tensor]]:
     """Chunks of full log-probabilities [n, V]."""
     _check(hidden, None, temperature)
-    transform = _Transform(float(head.scale), float(head.softcap or 0.0), float(temperature))
+    tempered = _Tempered.of(head, temperature, hidden.shape[0])
     for rows in _chunks(hidden.shape[0], chunk_rows or default_chunk_rows(head.weight.shape[0])):
-        yield (
-            rows,
-            transform.logits(F.linear(hidden[rows].to(head.weight.dtype), head.weight, head.bias)).log_softmax(dim=-1),
-        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            logprobs = tempered.logits(hidden[rows]).log_softmax(dim=-1)
+        yield rows, logprobs
 
 
 def _chunks(num_rows: int, chunk: int) -> Iterator[slice]:
