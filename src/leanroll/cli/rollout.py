@@ -53,17 +53,18 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     from leanroll.train import setup
 
+    schedule = setup.build_schedule(config.rollout)
+    items = []
+    if rows is None:
+        items = task_items(setup.build_task(config.task), config.split, config.num_prompts, "num_prompts")
     with status(f"Loading {config.model.name} …"):
-        schedule = setup.build_schedule(config.rollout)
         policy = setup.build_policy(config.model, config.adapter, training=False)
         engine = setup.build_engine(policy, schedule, config.rollout)
-    if rows is not None:
+    if rows is None:
+        prompts = setup.PromptEncoder(policy, config.task).encode(items)
+    else:
         chosen = rows[: config.num_prompts or None]
         prompts = encode_rows(policy, chosen, plain=arguments.plain, system=config.task.system_prompt)
-    else:
-        task = setup.build_task(config.task)
-        items = task_items(task, config.split, config.num_prompts, "num_prompts")
-        prompts = setup.PromptEncoder(policy, config.task).encode(items)
     check_lengths(prompts, config.rollout.max_completion_length, policy.spec.max_position)
     sampling = setup.sampling_params(policy, config.rollout, seed=config.seed, num_top_logprobs=config.num_top_logprobs)
     with generation_progress("completions") as progress:

@@ -1,0 +1,107 @@
+"""`leanroll rollout`, `eval` and `doctor` on a tiny model, from files to files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from leanroll.cli.main import main
+from leanroll.rundir import read_jsonl
+from tests.tiny import tiny_model, tiny_tokenizer
+
+REWARD = """
+def short(completions, answer, **columns):
+    return [1.0 if len(text) < limit else 0.25 for text, limit in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "budget.json").write_text(json.dumps({"page_size": 8, "pages": [4], "dense_layers": [0]}))
+    (tmp_path / "reward.py").write_text(REWARD)
+    for name in ("Train", "Eval"):
+        rows = [{"prompt": f"{name} {i}: what comes next?", "answer": 5 * i} for i in range(6)]
+        (tmp_path / f"{name.lower()}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[model]\nname = "{model}"\ndtype = "float32"\ndevice = "cpu"\n'
+        '[task]\nname = "jsonl"\npath = "train.jsonl"\neval_path = "eval.jsonl"\n'
+        'rewards = [{function = "reward.py:short"}]\n'
+        '[rollout]\nschedule = "budget.json"\nkernel = "reference"\nmax_completion_length = 24\nkv_memory_gib = 0.1\n'
+        "[rl]\nnum_generations = 4\n[eval]\nnum_prompts = 3\nnum_samples = 2\n"
+    )
+    return path
+
+
+def test_rollout_of_prompts(recipe: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("Say hello.\nCount to three, slowly and carefully.\n")
+    arguments = ["rollout", str(recipe), "--prompts", str(prompts), "-o", str(output), "--num_samples", "3"]
+    assert main([*arguments, "--num_top_logprobs", "2", "--seed=5"]) == 0
+    rows = list(read_jsonl(output))
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, s) for p in range(2) for s in range(3)]
+    for row in rows:
+        assert 1 <= len(row["token_ids"]) == len(row["logprobs"]) == len(row["top_token_ids"]) <= 24
+        assert all(logprob <= 0 for logprob in row["logprobs"])
+        assert row["finish_reason"] in ("stop", "length")
+    long = [row for row in rows if row["finish_reason"] == "length"]
+    assert long
+    assert all(0 < row["kv_share_read"] < 1 for row in long)
+    assert main([*arguments, "--num_top_logprobs", "2", "--seed=5"]) == 0
+    assert list(read_jsonl(output)) == rows
+
+
+def test_rollout_of_the_task(recipe: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert main(["rollout", str(recipe), "-o", str(output), "--num_prompts", "2"]) == 0
+    rows = list(read_jsonl(output))
+    assert [row["prompt"] for row in rows] == [f"Eval {i}: what comes next?" for i in range(2)]
+
+
+def test_rollout_refuses_before_it_writes(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("short\n" + "long " * 200 + "\n")
+    assert main(["rollout", str(recipe), "--prompts", str(prompts), "-o", str(output)]) == 2
+    assert "Prompt 1 has" in capfd.readouterr().err
+    assert main(["rollout", str(recipe), "-o", str(output), "--num_prompts", "7"]) == 2
+    assert "has 6 prompts" in capfd.readouterr().err
+    assert not output.exists()
+
+
+def test_eval(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "eval.json"
+    assert main(["eval", str(recipe), "-o", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert {"mean@2", "pass@1", "pass@2"} <= set(result["scores"])
+    for value in result["scores"].values():
+        assert 0 <= value["low"] <= value["mean"] <= value["high"] <= 1
+    assert result["scores"]["mean@2"]["mean"] == pytest.approx(result["mean_reward"])
+    assert result["config"]["eval"]["num_prompts"] == 3
+    assert result["environment"]["kernel"] == "reference"
+    assert "mean@2" in capfd.readouterr().out
+    assert main(["eval", str(recipe), "-o", str(output), "--eval.num_prompts", "0"]) == 0
+    assert json.loads(output.read_text())["num_prompts"] == 6
+
+
+def test_doctor(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--model.name", str(model), "--model.device", "cpu", "--rollout.kernel", "reference"]
+    assert main(["doctor", *options, "--rollout.schedule", "qwen3-4b-0.86"]) == 0
+    text = " ".join(capfd.readouterr().out.split())
+    for expected in (
+        "vector extensions",
+        "reference (rollout.kernel = reference, device cpu)",
+        "2 '<|end|>'",
+        "KiB per token",
+    ):
+        assert expected in text
+    assert "<|start|>user" in text
+    assert main(["doctor", "--no-model"]) == 0
+    assert main(["doctor", "--model.name", "/nowhere"]) == 2
