@@ -1,4 +1,4 @@
-"""Exact acceptance of the sampler on a few trajectories of a step."""
+"""Acceptance of the sampler by the policy on a few trajectories of a step, as metrics."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from leanroll.measure.logprobs import acceptance_rates, batch_hidden
-from leanroll.measure.packing import pack
+from leanroll.measure.acceptance import TAIL_QUANTILE, AcceptanceStats, acceptance, summarise, top_k_acceptance
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.types import RolloutGroup
 
 
 def choose_trajectories(groups: Sequence[RolloutGroup], count: int) -> list[RolloutGroup]:
-    """About equally many completions of every group, `count` in all: first the first of each group, then the second,
-    …"""
-    order = sorted((i, g) for g, group in enumerate(groups) for i in range(len(group.rollouts)))[:count]
+    """About equally many completions of every group, `count` in all: the first of each group, then the second, …
+
+    Completions of one token are left out: their only token comes from the dense prefill.
+    """
+    order = sorted(
+        (i, g) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if len(r.token_ids) > 1
+    )
     picked: dict[int, list[int]] = {}
-    for i, g in order:
+    for i, g in order[:count]:
         picked.setdefault(g, []).append(i)
-    return [replace(groups[g], rollouts=tuple(groups[g].rollouts[i] for i in sorted(picked[g]))) for g in sorted(picked)]
+    return [
+        replace(groups[g], rollouts=tuple(groups[g].rollouts[i] for i in sorted(picked[g]))) for g in sorted(picked)
+    ]
 
 
-@torch.no_grad()
 def alpha_metrics(
     policy: Policy,
     groups: Sequence[RolloutGroup],
@@ -34,37 +37,33 @@ def alpha_metrics(
     temperature: float,
     max_tokens: int,
     bin_tokens: int,
+    with_top_logprobs: bool,
 ) -> dict[str, float]:
-    """alpha_t = sum_v min(p_t(v), q_t(v)) of every completion token but the first: p the dense policy, q the parallel
-    sparse one.
+    """Exact acceptance, overall and by bins of total length; with_top_logprobs adds the bracket from recorded top
+    log-probs.
 
-    The first token comes from the dense prefill and would read 1. Bins are by total length, the current token
-    included: the length that the budget was looked up with. Untruncated distributions at the sampling temperature.
+    Must run before the weights move away from those that sampled. Empty when there is nothing to measure.
     """
-    alphas: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    for row in pack(groups, max_tokens):
-        batch = row.to(policy.device)
-        rates = acceptance_rates(
-            batch_hidden(policy, batch), policy.head, batch_hidden(policy, batch, plan), policy.head, temperature
-        )
-        later = (batch.positions > 0).cpu()
-        alphas.append(rates.cpu()[later].numpy())
-        lengths.append((batch.position_ids[0, batch.rows].cpu()[later] + 1).numpy())
-    alpha, length = np.concatenate(alphas), np.concatenate(lengths)
-    if alpha.size == 0:
+    if not groups:
         return {}
-    metrics = _summary("alpha/", alpha)
-    for start in np.unique(length // bin_tokens) * bin_tokens:
-        inside = (length >= start) & (length < start + bin_tokens)
-        metrics |= _summary(f"alpha/bin_{start}/", alpha[inside])
+    rates = acceptance(policy, groups, plan, temperature=temperature, max_tokens=max_tokens)
+    prompt_lengths = [len(g.prompt.token_ids) for g in groups for _ in g.rollouts]
+    summary = summarise(rates, prompt_lengths, bin_tokens=bin_tokens)
+    metrics = _metrics("alpha/", summary.overall)
+    for stats in summary.bins:
+        metrics |= _metrics(f"alpha/bin_{stats.low}/", stats)
+    if with_top_logprobs:
+        bounds = top_k_acceptance(policy, groups, temperature=temperature, max_tokens=max_tokens)
+        for name, values in (("low", [b.low for b in bounds]), ("high", [b.high for b in bounds])):
+            later = np.concatenate([v[1:] for v in values])
+            metrics[f"alpha/paper_p05_{name}"] = float(np.quantile(later, TAIL_QUANTILE))
     return metrics
 
 
-def _summary(prefix: str, alpha: np.ndarray) -> dict[str, float]:
+def _metrics(prefix: str, stats: AcceptanceStats) -> dict[str, float]:
     return {
-        f"{prefix}p05": float(np.percentile(alpha, 5)),
-        f"{prefix}mean": float(alpha.mean()),
-        f"{prefix}share_above_0999": float((alpha > 0.999).mean()),
-        f"{prefix}tokens": int(alpha.size),
+        f"{prefix}p05": stats.tail,
+        f"{prefix}mean": stats.mean,
+        f"{prefix}share_above_0999": stats.share_high,
+        f"{prefix}tokens": stats.num_tokens,
     }

@@ -193,6 +193,7 @@ class Trainer:
                     temperature=self.config.rollout.temperature,
                     max_tokens=self.config.train.micro_batch_tokens,
                     bin_tokens=measure.bin_tokens,
+                    with_top_logprobs=measure.num_top_logprobs > 0,
                 )
         metrics |= self.updater.update(step, batch.training)
         return metrics | _memory(self.policy.device)
