@@ -137,7 +137,12 @@ class Policy:
         layers = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise ModelError(f"{type(self.base).__name__} does not support gradient checkpointing; turn it off.")
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False}
+        model: Any = self.base
+        if hasattr(model, "activation_checkpointing_enable"):  # its name in newer transformers
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         self._checkpointed = layers
         self._checkpoint_in_backward_only()
 
