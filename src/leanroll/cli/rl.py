@@ -35,8 +35,8 @@ def read_config(recipe: str | None, resume: bool, overrides: list[tuple[str, str
     if recipe is not None and Path(recipe).is_dir():
         if not resume:
             raise ConfigError(
-                f"{recipe!r} is a folder; expected a TOML file. Add --resume to continue the run in it, or give {recipe}/config.toml "
-                "and another --train.run_dir to start the same run again."
+                f"{recipe!r} is a folder; expected a TOML file. Add --resume to continue the run in it, or give "
+                f"{recipe}/config.toml and another --train.run_dir to start the same run again."
             )
         run = RunDir.open(recipe)
         return load_config(RLConfig, run.config_path, [("train.run_dir", str(run.path)), *overrides])
