@@ -99,6 +99,7 @@ def policy_loss(
     clip_high: float,
     delta: float | None = None,
     beta: float = 0.0,
+    use_bias_correction_kl: bool = True,
     weights: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     mask: Tensor | None = None,
@@ -113,6 +114,8 @@ def policy_loss(
         advantages, denominators: [N], looked up with sample_ids int64 [R].
         delta: upper bound of r in the unclipped term, which bounds the loss where A < 0 (dual clip); None for none.
         beta: weight of the KL to the reference, estimated as exp(d) - d - 1, d = ref_logprob - logprob.
+        use_bias_correction_kl: multiply that estimate by r, which makes its gradient the unbiased one of the reverse KL
+            (DeepSeek-V3.2, arXiv 2512.02556; TRL's default); False is the estimate of the original GRPO.
         weights: [R] importance correction of the sampler (see `correction`), without gradient; None is 1. The KL is not weighted.
         mask: bool [R], False drops the token. entropy: [R], only reported.
 
@@ -157,6 +160,8 @@ def policy_loss(
     if ref_logprobs is not None:
         distance = ref_logprobs - logprobs
         per_token_kl = distance.exp() - distance - 1.0
+        if use_bias_correction_kl:
+            per_token_kl = per_token_kl * ratio
         sums["kl_ref"] = (keep * per_token_kl).sum().detach()
         if beta != 0.0:
             kl_part = beta * (per_token_kl * scale).sum()
