@@ -1,7 +1,7 @@
 """Faster decode steps of any model on CPU: `with fast_decode(policy): ...`.
 
-While the context is active, the forward methods of linear layers (with or without LoRA), gated MLPs, RMS norms and the rotary
-embedding are replaced by calls to the C++ kernels wherever a call has few rows and builds no graph. What a module is, is found
+While the context is active, the forward methods of linear layers (with or without LoRA), gated MLPs, RMS norms, the rotary
+embedding and the head are replaced by calls to the C++ kernels wherever a call has few rows and builds no graph. What a module is, is found
 by structure, and by watching one decode step for layers that read the same tensor; a replacement is kept only if it reproduces
 the module's own output on random input. In the end the whole step is compared. Weights are not copied.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from leanroll.errors import LeanrollError, ModelError
 from leanroll.kernels.cpu.native import native
-from leanroll.models.fast_layers import FastGroup, FastMlp, FastNorm, FastProduct, FastRope
+from leanroll.models.fast_layers import FastGroup, FastHead, FastMlp, FastNorm, FastProduct, FastRope
 from leanroll.models.policy import Policy
 from leanroll.models.verify import CausalContext
 
@@ -37,11 +37,12 @@ class FastPlan:
     """Which replacements agree with the modules of one policy.
 
     parts: groups of linear layers, MLPs and norms. ropes: modules of Python code whose rotary function is replaced.
-    rejected: modules that looked right and computed something else; they keep their own forward.
+    head: whether the head's products agree. rejected: what looked right and computed something else; it keeps its own forward.
     """
 
     parts: list[FastGroup | FastMlp | FastNorm] = field(default_factory=list)
     ropes: dict[ModuleType, FastRope] = field(default_factory=dict)
+    head: bool = False
     rejected: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
@@ -49,7 +50,7 @@ class FastPlan:
         counts = {kind: sum(isinstance(part, kind) for part in self.parts) for kind in (FastGroup, FastMlp, FastNorm)}
         return (
             f"{counts[FastGroup]} groups of linear layers, {counts[FastMlp]} MLPs, {counts[FastNorm]} norms, "
-            f"{len(self.ropes)} rotary functions replaced; {len(self.rejected)} rejected"
+            f"{len(self.ropes)} rotary functions and {'the' if self.head else 'no'} head replaced; {len(self.rejected)} rejected"
         )
 
 
@@ -79,22 +80,26 @@ def fast_decode(policy: Policy) -> Iterator[FastPlan]:
             plan = _make_plan(policy)
             _verify_step(policy, plan)
         _PLANS[policy] = plan
-    with _installed(plan):
+    with _installed(policy, plan):
         yield plan
 
 
 @contextmanager
-def _installed(plan: FastPlan) -> Iterator[None]:
+def _installed(policy: Policy, plan: FastPlan) -> Iterator[None]:
     forwards = [pair for part in plan.parts for pair in part.forwards()]
     before = [module.__dict__.get("forward") for module, _ in forwards]
     functions = {code: getattr(code, _ROPE) for code in plan.ropes}
+    head = policy.head
     try:
+        if plan.head:
+            policy.head = FastHead.of(head)
         for module, forward in forwards:
             module.forward = forward
         for code, replacement in plan.ropes.items():
             setattr(code, _ROPE, replacement)
         yield
     finally:
+        policy.head = head
         for code, function in functions.items():
             setattr(code, _ROPE, function)
         for (module, _), previous in zip(forwards, before, strict=True):
@@ -135,6 +140,9 @@ def _make_plan(policy: Policy) -> FastPlan:
             else:
                 plan.parts.append(chosen)
     plan.ropes = _ropes(policy)
+    plan.head = _head_agrees(policy)
+    if not plan.head:
+        plan.rejected.append("head")
     return plan
 
 
@@ -197,6 +205,12 @@ def _agrees(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int, 
     return True
 
 
+def _head_agrees(policy: Policy) -> bool:
+    head, generator = policy.head, torch.Generator().manual_seed(0)
+    x = torch.randn(3, head.weight.shape[1], generator=generator).pow(3).to(head.weight.dtype)
+    return _close(FastHead.of(head).logits(x), head.logits(x), _TOLERANCE[torch.float32])
+
+
 def _close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
@@ -226,7 +240,7 @@ def _ropes(policy: Policy) -> dict[ModuleType, FastRope]:
 
 def _verify_step(policy: Policy, plan: FastPlan) -> None:
     expected = _step(policy)
-    with _installed(plan):
+    with _installed(policy, plan):
         got = _step(policy)
     if not _close(got, expected, _STEP_TOLERANCE[policy.dtype]):
         raise LeanrollError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from leanroll.kernels.cpu import LoraWeights, linear_group, rms_norm, rope, silu_mul
+from leanroll.models.head import LmHead
 
 MAX_ROWS = 16
 """Rows up to which our products beat torch's."""
@@ -165,6 +166,24 @@ class FastMlp:
         gate, up = multiply(x.reshape(-1, x.shape[-1]), inner)
         hidden = silu_mul(gate, up) if self.is_silu else self.activation(gate) * up
         return multiply(hidden, outer)[0].view(x.shape)
+
+
+class FastHead(LmHead):
+    """The head without widening its weight to fp32 in every step: bf16 products are exact in fp32, and so is their sum kept."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, head: LmHead) -> FastHead:
+        """The same head, on the same live weight."""
+        return cls(weight=head.weight, bias=head.bias, softcap=head.softcap, scale=head.scale)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] → fp32 products [..., V]."""
+        if not _is_small(hidden, self.weight.dtype):
+            return LmHead.project(self, hidden)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return linear_group(rows, [self.weight], out_dtype=torch.float32)[0].view(*hidden.shape[:-1], -1)
 
 
 class FastNorm:

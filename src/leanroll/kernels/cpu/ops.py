@@ -28,6 +28,7 @@ def linear_group(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     lora: Sequence[LoraWeights | None] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """y_i = x W_i^T (+ bias_i) (+ scaling_i B_i A_i x) for weights that share x, accumulated in float32.
 
@@ -37,8 +38,9 @@ def linear_group(
     Args:
         x: [M, K], bfloat16 or float32, M up to 32 (made for up to 16: beyond, torch is faster).
         weights: [N_i, K] each, dtype of x. biases: [N_i] or None each. lora: adapter or None each.
+        out_dtype: of the results; None is x's dtype. float32 on bfloat16 inputs keeps what was accumulated (logits).
     Returns:
-        [M, N_i] each, in x's dtype.
+        [M, N_i] each.
     Raises:
         UserError: shapes or dtypes that do not fit.
     """
@@ -48,12 +50,13 @@ def linear_group(
     if num_rows > module.MAX_LINEAR_ROWS:
         raise UserError(f"linear_group got {num_rows} rows; expected at most {module.MAX_LINEAR_ROWS}. Use torch beyond.")
     dtype = x.dtype
+    out_dtype = dtype if out_dtype is None else out_dtype
     items, outputs = [], []
     for i, weight in enumerate(weights):
         size = weight.shape[0]
         bias = biases[i] if biases is not None else None
         adapter = lora[i] if lora is not None else None
-        out = torch.empty(num_rows, size, dtype=dtype)
+        out = torch.empty(num_rows, size, dtype=out_dtype)
         a = b = code = rank = 0
         scaling = 0.0
         if adapter is not None:
@@ -67,8 +70,9 @@ def linear_group(
         items.append((address, bias_address, size, a, b, code, rank, scaling, out.data_ptr()))
         outputs.append(out)
     module.linear_group(
-        dtype_code(x, "x"), check(x, "x", (num_rows, width), dtype), num_rows, width, items, torch.get_num_threads()
-    )
+        dtype_code(x, "x"), check(x, "x", (num_rows, width), dtype), num_rows, width, items,
+        dtype_code(outputs[0], "out_dtype"), torch.get_num_threads(),
+    )  # fmt: skip
     return outputs
 
 

@@ -93,13 +93,13 @@ NB_MODULE(_cpu, m) {
                  at<void>(out), threads);
   }, free);
 
-  m.def("linear_group", [](int type, Address x, int M, int K, const std::vector<LinearTuple>& linears, int threads) {
+  m.def("linear_group", [](int type, Address x, int M, int K, const std::vector<LinearTuple>& linears, int out_type, int threads) {
     std::vector<Linear> list;
     list.reserve(linears.size());
     for (const auto& [weight, bias, N, a, b, lora_type, rank, scaling, out] : linears)
       list.push_back(Linear{at<void>(weight), at<void>(bias), N, at<void>(a), at<void>(b), dtype(lora_type), rank, scaling,
                             at<void>(out)});
-    linear_group(dtype(type), at<void>(x), M, K, list.data(), static_cast<int>(list.size()), threads);
+    linear_group(dtype(type), at<void>(x), M, K, list.data(), static_cast<int>(list.size()), dtype(out_type), threads);
   }, free);
   m.def("rms_norm", [](int type, Address x, Address w, Address y, int M, int H, float eps, float offset, bool float_weight,
                        int threads) {

@@ -150,9 +150,9 @@ struct Linear {
   DType lora_dtype;
   int rank;
   float scaling;
-  void* out;  // [M, N], dtype of x
+  void* out;  // [M, N], dtype of all outputs
 };
-void linear_group(DType dtype, const void* x, int M, int K, const Linear* linears, int count, int threads);
+void linear_group(DType dtype, const void* x, int M, int K, const Linear* linears, int count, DType out_dtype, int threads);
 void rms_norm(DType dtype, const void* x, const void* w, void* y, int M, int H, float eps, float offset, bool float_weight,
               int threads);
 void silu_mul(DType dtype, const void* gate, const void* up, void* y, int64_t n, int threads);

@@ -34,7 +34,7 @@ char* bytes(void* p) { return static_cast<char*>(p); }
 
 }  // namespace
 
-void linear_group(DType dtype, const void* x, int M, int K, const Linear* linears, int count, int threads) {
+void linear_group(DType dtype, const void* x, int M, int K, const Linear* linears, int count, DType out_dtype, int threads) {
   // Input rows prepared for the weights, and once per dtype of adapters.
   char* rows = static_cast<char*>(scratch(kRows, 3 * M * row_bytes(K)));
   isa().prepare_rows(dtype, x, dtype, rows, row_bytes(K), M, K);
@@ -138,7 +138,8 @@ void linear_group(DType dtype, const void* x, int M, int K, const Linear* linear
           round_in_place(linear.lora_dtype, add, n, rounded);
           for (int i = 0; i < n; ++i) row[i] += add[i];
         }
-        isa().convert(DType::f32, row, dtype, bytes(linear.out) + (static_cast<int64_t>(m) * linear.N + first) * size_of(dtype), n);
+        const int64_t at = static_cast<int64_t>(m) * linear.N + first;
+        isa().convert(DType::f32, row, out_dtype, bytes(linear.out) + at * size_of(out_dtype), n);
       }
     });
   });
