@@ -1,9 +1,9 @@
 """Faster decode steps of any model on CPU: `with fast_decode(policy): ...`.
 
 While the context is active, the forward methods of linear layers (with or without LoRA), gated MLPs, RMS norms, the rotary
-embedding and the head are replaced by calls to the C++ kernels wherever a call has few rows and builds no graph. What a module is, is found
-by structure, and by watching one decode step for layers that read the same tensor; a replacement is kept only if it reproduces
-the module's own output on random input. In the end the whole step is compared. Weights are not copied.
+embedding and the head are replaced by calls to the C++ kernels wherever a call has few rows and builds no graph. What a module
+is, is found by structure, and by watching one decode step for layers that read the same tensor; a replacement is kept only if
+it reproduces the module's own output on random input. In the end the whole step is compared. Weights are not copied.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _installed(policy: Policy, plan: FastPlan) -> Iterator[None]:
             else:
                 module.forward = previous
         for part in plan.parts:
-            part.release()
+            part.reset()
 
 
 def _make_plan(policy: Policy) -> FastPlan:
@@ -120,13 +120,13 @@ def _make_plan(policy: Policy) -> FastPlan:
     for module in names:
         if FastMlp.recognises(module):
             mlp = FastMlp(module)
-            if _agrees(module, mlp.forwards()[0][1], mlp.inner[0].weight().shape[1], dtype):
+            if _agrees(module, mlp.forwards()[0][1], mlp.inner[0].width, dtype):
                 plan.parts.append(mlp)
                 inside_mlp.update(module.modules())
             else:
                 plan.rejected.append(names[module])
     for group in _groups(calls, inside_mlp):
-        products = [p for p in group if _agrees(p.module, FastGroup([p]).forwards()[0][1], p.weight().shape[1], dtype)]
+        products = [p for p in group if _agrees(p.module, FastGroup([p]).forwards()[0][1], p.width, dtype)]
         plan.rejected += [names[p.module] for p in group if p not in products]
         if products:
             plan.parts.append(FastGroup(products))
