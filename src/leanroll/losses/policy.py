@@ -30,10 +30,12 @@ def advantages(rewards: np.ndarray, scale: ScaleRewards = "group", eps: float = 
         eps: added to the std. TRL uses 1e-4, Sparrow 1e-6.
 
     Raises:
-        ConfigError: unknown scale, or groups of one with `scale="group"`.
+        ConfigError: unknown scale, eps not positive, or groups of one with `scale="group"`.
     """
     _check_choice("scale_rewards", scale, get_args(ScaleRewards))
     rewards = np.asarray(rewards, dtype=np.float64)
+    if not eps > 0.0:
+        raise ConfigError(f"advantage eps is {eps}; expected a positive number, since a group can have a std of 0.")
     if scale == "group" and rewards.shape[1] < 2:
         raise ConfigError(
             f"num_generations is {rewards.shape[1]} with scale_rewards='group'; a std needs at least 2 samples per prompt. "
@@ -58,7 +60,7 @@ def denominators(
     lengths: Tensor,
     *,
     max_completion_length: int | None = None,
-    num_samples: int | None = None,
+    num_samples: float | None = None,
     num_tokens: float | None = None,
 ) -> Tensor:
     """What each sample's token losses are divided by, float32 [N].

@@ -93,12 +93,15 @@ class PackedContext:
                     continue  # one token, from the dense prefill: it has no decode step
                 rollout = self._batch.rollouts.get(segment.sample)
                 pages = rollout.pages if rollout is not None else None
-                expected = (segment.stop - segment.start, len(plan.sparse_layers))
-                if pages is None or pages.shape[:2] != expected:
-                    got = "none" if pages is None else f"pages of shape {pages.shape}"
+                steps = segment.stop - segment.start
+                expected = (steps, len(plan.sparse_layers))
+                num_pages = -(-(group.prompt_length + steps) // plan.schedule.page_size)
+                if pages is None or pages.shape[:2] != expected or int(pages.max(initial=-1)) >= num_pages:
+                    got = "none" if pages is None else f"shape {pages.shape}, largest id {pages.max(initial=-1)}"
                     raise UserError(
                         f"sample {segment.sample}: re-scoring with recorded pages needs [{expected[0]}, {expected[1]}, KV heads, "
-                        f"K] page ids, got {got}; sample with record_pages=True and re-score with the same schedule."
+                        f"K] ids of {num_pages} pages, got {got}; sample with record_pages=True and re-score with the same "
+                        "schedule."
                     )
 
 

@@ -243,5 +243,8 @@ def test_bad_input_says_what_to_do():
     (batch,) = pack([RolloutGroup(Prompt(0, (1, 2)), (rollout,))], 100)
     with pytest.raises(UserError, match=r"sample 0: .*\[2, 1, KV heads, K\].*got none.*record_pages=True"):
         PackedContext(batch, SparsePlan(schedule, (1,), recorded=True))
+    batch.rollouts[0] = Rollout(0, 0, (1, 2, 3), (0.0,) * 3, "stop", pages=np.full((2, 1, 2, 3), 4, dtype=np.int32))
+    with pytest.raises(UserError, match=r"ids of 1 pages, got shape \(2, 1, 2, 3\), largest id 4"):
+        PackedContext(batch, SparsePlan(schedule, (1,), recorded=True))
     with pytest.raises(UserError, match="4 tokens got queries of shape"):
         PackedContext(batch).attend(*qkv(5), AttentionCall(0, 1.0))
