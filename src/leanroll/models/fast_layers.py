@@ -3,6 +3,9 @@
 Each class takes over the `forward` of modules of any architecture that it recognises by structure, reads the live parameters
 in every call (no copies, never stale), and hands anything it is not made for (many rows, another dtype, a graph to build) to
 the original. `fast` decides by comparison which of them are used.
+
+The extension is called directly, since a decode step makes some 300 calls of a few microseconds: what `kernels.cpu.ops` checks in
+every call is checked here once, when a parameter is first seen.
 """
 
 from __future__ import annotations
@@ -15,13 +18,20 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from leanroll.kernels.cpu import LoraWeights, linear_group, rms_norm, rope, silu_mul
+from leanroll.kernels.cpu import linear_group
+from leanroll.kernels.cpu.native import check, dtype_code, native
 from leanroll.models.head import LmHead
 
 MAX_ROWS = 16
 """Rows up to which our products beat torch's."""
-_MAX_NORM_ELEMENTS = 1 << 18  # heads of 16 rows at most; beyond, torch's threads win
-_SUPPORTED = (torch.bfloat16, torch.float32)
+MAX_HEAD_ROWS = 64
+"""The same for the head, where the alternative also widens the weight."""
+_MAX_NORM_ELEMENTS = 1 << 18  # 16 rows of 128 heads of 128; beyond, torch's threads win
+SUPPORTED = (torch.bfloat16, torch.float32)
+
+Forwards = list[tuple[nn.Module, Callable[..., Tensor]]]
+# What the extension takes for one layer before the address of its output: weight, bias, N, A, B, their dtype, rank, scaling.
+_Item = tuple[int, int, int, int, int, int, int, float]
 
 
 class FastProduct:
@@ -32,9 +42,13 @@ class FastProduct:
         linear = module.base_layer if isinstance(module, LoraLinear) else module
         assert isinstance(linear, nn.Linear)
         self.lora = module if isinstance(module, LoraLinear) else None
+        self.width, self.size, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         # Parameters are looked up in the module's own dictionary: nn.Module.__getattr__ is ten times slower, and a bound
         # tensor would go stale when a checkpoint replaces it.
         self._parameters = linear._parameters
+        self._lora_a = module.lora_A._modules if isinstance(module, LoraLinear) else {}
+        self._lora_b = module.lora_B._modules if isinstance(module, LoraLinear) else {}
+        self._checked: tuple[Tensor | None, ...] = ()
 
     @staticmethod
     def recognises(module: nn.Module) -> bool:
@@ -43,50 +57,81 @@ class FastProduct:
             return type(module.base_layer) is nn.Linear
         return type(module) is nn.Linear
 
-    def weight(self) -> Tensor:
-        """[N, K], live."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
-
-    def bias(self) -> Tensor | None:
-        """[N], live."""
-        return self._parameters["bias"]
+    def recheck(self) -> None:
+        """Forget which tensors were checked (a module's `.to` changes them in place)."""
+        self._checked = ()
 
     def is_plain(self) -> bool:
         """False when the adapter is in a state that only peft's own forward handles."""
         lora = self.lora
-        if lora is None or lora.disable_adapters:
-            return not (lora is not None and lora.merged_adapters)
-        active = lora.active_adapters
-        return (
-            len(active) == 1 and not lora.merged_adapters and not lora.lora_variant and not any(lora.lora_bias.values())
+        if lora is None:
+            return True
+        if lora.merged_adapters:
+            return False
+        active = lora._active_adapter
+        return lora._disable_adapters or (
+            (isinstance(active, str) or len(active) == 1) and not lora.lora_variant and not any(lora.lora_bias.values())
         )
 
-    def adapter(self) -> LoraWeights | None:
-        """Weights of the active adapter, live."""
+    def item(self) -> _Item:
+        """The live parameters, as the extension takes them."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        a: Tensor | None = None
+        b: Tensor | None = None
+        scaling = 0.0
         lora = self.lora
-        if lora is None or lora.disable_adapters:
-            return None
-        name = lora.active_adapters[0]
-        modules = lora.lora_A._modules
-        if name not in modules:
-            return None
-        a, b = modules[name], lora.lora_B._modules[name]
-        assert a is not None
-        assert b is not None
-        return LoraWeights(a._parameters["weight"], b._parameters["weight"], lora.scaling[name])  # type: ignore[arg-type]
+        if lora is not None and not lora._disable_adapters:
+            active = lora._active_adapter
+            name = active if isinstance(active, str) else active[0]
+            layer = self._lora_a.get(name)
+            if layer is not None:
+                a, b = layer._parameters["weight"], self._lora_b[name]._parameters["weight"]
+                scaling = lora.scaling[name]
+        checked = self._checked
+        if (
+            not checked
+            or checked[0] is not weight
+            or checked[1] is not bias
+            or checked[2] is not a
+            or checked[3] is not b
+        ):
+            self._check(weight, bias, a, b)
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if a is None or b is None:
+            return weight.data_ptr(), bias_address, self.size, 0, 0, 0, 0, 0.0
+        code = 1 if a.dtype is torch.bfloat16 else 0
+        return weight.data_ptr(), bias_address, self.size, a.data_ptr(), b.data_ptr(), code, a.shape[0], scaling
+
+    def _check(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> None:
+        check(weight, "weight", (self.size, self.width), self.dtype)
+        if bias is not None:
+            check(bias, "bias", (self.size,), self.dtype)
+        if a is not None and b is not None:
+            dtype_code(a, "lora A")
+            check(a, "lora A", (a.shape[0], self.width), a.dtype)
+            check(b, "lora B", (self.size, a.shape[0]), a.dtype)
+        self._checked = (weight, bias, a, b)
 
 
 def multiply(x: Tensor, products: Sequence[FastProduct]) -> list[Tensor]:
-    """x [M, K] through each product → [M, N_i]."""
-    return linear_group(
-        x, [p.weight() for p in products], [p.bias() for p in products], [p.adapter() for p in products]
-    )
+    """x [..., K], contiguous, of few rows, through each product → [..., N_i]."""
+    leading, width, dtype = x.shape[:-1], products[0].width, x.dtype
+    outputs, items = [], []
+    for product in products:
+        out = torch.empty((*leading, product.size), dtype=dtype)
+        outputs.append(out)
+        items.append((*product.item(), out.data_ptr()))
+    code = 1 if dtype is torch.bfloat16 else 0
+    native().linear_group(code, x.data_ptr(), x.numel() // width, width, items, code, torch.get_num_threads())
+    return outputs
 
 
-def _is_small(x: Tensor, dtype: torch.dtype) -> bool:
-    return x.dtype is dtype and x.numel() <= MAX_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+def _is_small(x: Tensor, product: FastProduct) -> bool:
+    return (
+        x.numel() <= MAX_ROWS * product.width and x.dtype is product.dtype and x.is_contiguous()
+        and x.shape[-1] == product.width and not torch.is_grad_enabled()
+    )  # fmt: skip
 
 
 class FastGroup:
@@ -98,35 +143,30 @@ class FastGroup:
         self._input: Tensor | None = None  # kept, so that no other tensor can take its identity
         self._outputs: list[Tensor | None] = [None] * len(products)
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    def forwards(self) -> Forwards:
         """Module → stand-in."""
         return [(p.module, self._member(i)) for i, p in enumerate(self.products)]
 
-    def release(self) -> None:
-        """Let go of the tensors of the last step."""
+    def reset(self) -> None:
+        """Let go of the tensors of the last step and look at the parameters anew."""
         self._input = None
         self._outputs = [None] * len(self.products)
+        for product in self.products:
+            product.recheck()
 
     def _member(self, index: int) -> Callable[..., Tensor]:
         products, original = self.products, self.originals[index]
         alone = [products[index]]
+        needed = alone if index else products
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if x is self._input and (ready := self._outputs[index]) is not None:
                 self._outputs[index] = None
                 return ready
-            if (
-                args
-                or kwargs
-                or not _is_small(x, products[0].weight().dtype)
-                or not all(p.is_plain() for p in products)
-            ):
+            if args or kwargs or not _is_small(x, alone[0]) or not all([p.is_plain() for p in needed]):
                 return original(x, *args, **kwargs)
-            shape = x.shape[:-1]
-            outputs = [
-                y.view(*shape, y.shape[-1]) for y in multiply(x.reshape(-1, x.shape[-1]), alone if index else products)
-            ]
-            if index == 0 and len(outputs) > 1:
+            outputs = multiply(x, needed)
+            if len(outputs) > 1:
                 self._input, self._outputs = x, [None, *outputs[1:]]
             return outputs[0]
 
@@ -151,21 +191,28 @@ class FastMlp:
             FastProduct.recognises(parts[name]) for name in ("gate_proj", "up_proj", "down_proj")
         )
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    def forwards(self) -> Forwards:
         """Module → stand-in."""
         return [(self.module, self._forward)]
 
-    def release(self) -> None:
-        """Nothing is kept."""
+    def reset(self) -> None:
+        """Look at the parameters anew."""
+        for product in (*self.inner, *self.outer):
+            product.recheck()
 
     def _forward(self, x: Tensor) -> Tensor:
         inner, outer = self.inner, self.outer
         plain = inner[0].is_plain() and inner[1].is_plain() and outer[0].is_plain()
-        if not plain or not _is_small(x, outer[0].weight().dtype):
+        if not plain or not _is_small(x, inner[0]):
             return self.original(x)
-        gate, up = multiply(x.reshape(-1, x.shape[-1]), inner)
-        hidden = silu_mul(gate, up) if self.is_silu else self.activation(gate) * up
-        return multiply(hidden, outer)[0].view(x.shape)
+        gate, up = multiply(x, inner)
+        if not self.is_silu:
+            return multiply(self.activation(gate) * up, outer)[0]
+        hidden, code = torch.empty_like(gate), 1 if gate.dtype is torch.bfloat16 else 0
+        native().silu_mul(
+            code, gate.data_ptr(), up.data_ptr(), hidden.data_ptr(), gate.numel(), torch.get_num_threads()
+        )
+        return multiply(hidden, outer)[0]
 
 
 class FastHead(LmHead):
@@ -180,10 +227,13 @@ class FastHead(LmHead):
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden [..., H] → fp32 products [..., V]."""
-        if not _is_small(hidden, self.weight.dtype):
-            return LmHead.project(self, hidden)
+        weight = self.weight
         rows = hidden.reshape(-1, hidden.shape[-1])
-        return linear_group(rows, [self.weight], out_dtype=torch.float32)[0].view(*hidden.shape[:-1], -1)
+        if rows.shape[0] > MAX_HEAD_ROWS or hidden.dtype is not weight.dtype or torch.is_grad_enabled():
+            return LmHead.project(self, hidden)
+        parts = [linear_group(part, [weight], out_dtype=torch.float32)[0] for part in rows.split(MAX_ROWS)]
+        products = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return products.view(*hidden.shape[:-1], weight.shape[0])
 
 
 class FastNorm:
@@ -193,7 +243,10 @@ class FastNorm:
         self.module, self.original = module, module.forward
         self.offset, self.float_weight = offset, float_weight
         self.eps = norm_eps(module) or 0.0
+        weight = module.get_parameter("weight")
+        self.width, self.dtype = weight.shape[0], weight.dtype
         self._parameters = module._parameters
+        self._checked: Tensor | None = None
 
     @staticmethod
     def recognises(module: nn.Module) -> bool:
@@ -201,23 +254,35 @@ class FastNorm:
         parameters = dict(module.named_parameters())
         weight = parameters.get("weight")
         return (
-            len(parameters) == 1 and weight is not None and weight.dim() == 1 and weight.dtype in _SUPPORTED
+            len(parameters) == 1 and weight is not None and weight.dim() == 1 and weight.dtype in SUPPORTED
             and norm_eps(module) is not None and not isinstance(module, nn.LayerNorm)
         )  # fmt: skip
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    def forwards(self) -> Forwards:
         """Module → stand-in."""
         return [(self.module, self._forward)]
 
-    def release(self) -> None:
-        """Nothing is kept."""
+    def reset(self) -> None:
+        """Look at the parameters anew."""
+        self._checked = None
 
     def _forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters["weight"]
+        weight, size = self._parameters["weight"], x.numel()
         assert weight is not None
-        if x.dtype is not weight.dtype or x.numel() > _MAX_NORM_ELEMENTS or torch.is_grad_enabled():
+        if weight is not self._checked:
+            check(weight, "weight", (self.width,), self.dtype)
+            self._checked = weight
+        if (
+            size > _MAX_NORM_ELEMENTS or x.dtype is not self.dtype or x.shape[-1] != self.width or not x.is_contiguous()
+            or torch.is_grad_enabled()
+        ):  # fmt: skip
             return self.original(x)
-        return rms_norm(x, weight, self.eps, self.offset, self.float_weight)
+        out, width = torch.empty_like(x), self.width
+        native().rms_norm(
+            1 if x.dtype is torch.bfloat16 else 0, x.data_ptr(), weight.data_ptr(), out.data_ptr(), size // width, width,
+            self.eps, self.offset, self.float_weight, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 def norm_eps(module: nn.Module) -> float | None:
@@ -238,11 +303,24 @@ class FastRope:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if (
-            args or kwargs or q.dim() != 4 or q.shape[2] != 1 or cos.shape != (q.shape[0], 1, q.shape[3])
-            or q.dtype is not cos.dtype or q.dtype not in _SUPPORTED or torch.is_grad_enabled()
-        ):  # fmt: skip
+        if args or kwargs or q.dim() != 4 or q.shape[2] != 1 or torch.is_grad_enabled():
             return self.original(q, k, cos, sin, *args, **kwargs)
-        # q is a transposed view of [B, 1, Hq, D]; with one token both orders are the same memory.
-        cos, sin = cos[:, 0], sin[:, 0]
-        return rope(q[:, :, 0], cos, sin).unsqueeze(2), rope(k[:, :, 0], cos, sin).unsqueeze(2)
+        batch, _, _, dim = q.shape
+        dtype = q.dtype
+        if (
+            dtype not in SUPPORTED or k.dtype is not dtype or cos.dtype is not dtype or sin.dtype is not dtype
+            or cos.shape != (batch, 1, dim) or not (cos.is_contiguous() and sin.is_contiguous())
+        ):  # fmt: skip
+            return self.original(q, k, cos, sin)
+        code, cos_address, sin_address = 1 if dtype is torch.bfloat16 else 0, cos.data_ptr(), sin.data_ptr()
+        outputs = []
+        for x in (q, k):
+            # A transposed view of [B, 1, H, D]: with one token that is the memory of [B, H, 1, D].
+            x = x.contiguous()
+            heads = x.shape[1]
+            out = torch.empty((batch, heads, 1, dim), dtype=dtype)
+            native().rope(
+                code, x.data_ptr(), cos_address, sin_address, out.data_ptr(), batch, heads, dim, torch.get_num_threads()
+            )
+            outputs.append(out)
+        return outputs[0], outputs[1]
