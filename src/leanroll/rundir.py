@@ -51,11 +51,7 @@ class RunDir:
         run = cls(Path(path).absolute())
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            if any(run.path.iterdir()):
-                raise ConfigError(
-                    f"Run directory {str(run.path)!r} is not empty; expected a new or empty folder. Choose another train.run_dir, "
-                    "or continue that run with --resume."
-                )
+            cls.check_free(run.path)
             for name in (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS):
                 (run.path / name).mkdir()
             write_json(run.path / ENVIRONMENT, environment)
@@ -67,6 +63,16 @@ class RunDir:
                 "Choose another train.run_dir."
             ) from error
         return run
+
+    @staticmethod
+    def check_free(path: str | Path) -> None:
+        """Raise ConfigError unless `path` is a new or empty folder; touches nothing."""
+        path = Path(path).absolute()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"Run directory {str(path)!r} is not empty; expected a new or empty folder. Choose another train.run_dir, or "
+                "continue that run with --resume."
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

@@ -93,6 +93,8 @@ def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSu
     began = time.perf_counter()
     schedule = setup.build_schedule(config.rollout)
     previous = _open_run(config, schedule) if resume else None
+    if previous is None and config.train.run_dir is not None:
+        RunDir.check_free(config.train.run_dir)  # before a large model is read
     with RunDisplay(config.train.steps, 1, quiet=quiet) as display:
         with display.phase("load"):
             trainer = Trainer(config, schedule, display)

@@ -1,0 +1,241 @@
+"""`leanroll.train.rl.run` end to end on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from leanroll.errors import ConfigError, ResumeError, TrainingDiverged
+from leanroll.losses import policy as policy_loss_module
+from leanroll.rundir import RunDir
+from leanroll.rundir_metrics import is_timing
+from leanroll.train import rl, update
+from tests import rewards
+from tests.recipe import reward, save_tiny_model, tiny_recipe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer_state(run_dir: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(run_dir / "checkpoints" / "latest" / "trainer.pt", weights_only=True)
+    return state
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    records = RunDir.open(run_dir).read_metrics()
+    return [{k: v for k, v in record.items() if not is_timing(k)} for record in records]
+
+
+def test_learns_and_leaves_a_complete_run(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny_recipe(
+        model, run, train__steps=8, eval__every=4, train__save_every=4, rl__num_generations=8,
+        optimizer__learning_rate=0.02,
+    )
+    summary = rl.run(config, quiet=True)
+    assert summary.before is not None
+    assert summary.after is not None
+    assert summary.after > 1.4 * summary.before
+    assert summary.alpha_p05 is not None
+    assert 0 < summary.alpha_p05 <= 1
+    assert summary.speed is not None
+    assert f"held-out reward {summary.before:.3f} → {summary.after:.3f}" in summary.line()
+    assert str(run) in summary.line()
+
+    records = RunDir.open(run).read_metrics()
+    assert [r["step"] for r in records] == list(range(9))
+    assert [r["step"] for r in records if "eval/reward/mean" in r] == [0, 4, 8]
+    assert [r["step"] for r in records if "alpha/p05" in r] == [1, 3, 5, 7]
+    assert all(0 < r["kv_share_read"] < 1 for r in records[1:])
+    assert all(r["updates"] == 1 for r in records[1:])
+    assert {"time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"} <= records[1].keys()
+    evaluation = json.loads((run / "eval" / "step-000008.json").read_text())
+    assert evaluation["num_prompts"] == 8
+    assert sum(row["num_prompts"] for row in evaluation["tables"]["kind"].values()) == 8
+    completions = [json.loads(line) for line in (run / "rollouts" / "step-000008.jsonl").read_text().splitlines()]
+    assert len(completions) == 32
+    assert completions[0]["weights_version"] == 7, "the engine follows the trainer"
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step-000004", "step-000008"]
+
+    loaded = AutoPeftModelForCausalLM.from_pretrained(run / "checkpoints" / "latest" / "policy", local_files_only=True)
+    saved = trainer_state(run)["optimizer"]["masters"]
+    weights = dict(loaded.named_parameters())
+    for name, value in saved.items():
+        assert torch.equal(weights[name], value), name
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mini batches, passes, KL, dual clip": {
+        "rl__num_mini_batches": 2,
+        "rl__num_iterations": 2,
+        "rl__beta": 0.1,
+        "rl__delta": 2.0,
+    },
+    "all weights in bf16 with a reference": {
+        "adapter__type": "none",
+        "adapter__r": None,
+        "adapter__alpha": None,
+        "model__dtype": "bfloat16",
+        "rl__beta": 0.1,
+        "optimizer__learning_rate": 1e-4,
+    },
+    "dense, sequence masking, mean of sequences": {
+        "rollout__schedule": "dense",
+        "rl__importance_sampling_mode": "sequence_mask",
+        "rl__loss_type": "grpo",
+        "rl__scale_rewards": "none",
+    },
+    "truncating sampler, checkpointing, cosine": {
+        "rollout__top_p": 0.9,
+        "rollout__temperature": 0.8,
+        "train__gradient_checkpointing": True,
+        "optimizer__scheduler": "cosine",
+        "optimizer__warmup_steps": 1,
+        "rl__mask_truncated_completions": True,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=list(OPTIONS))
+def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    run = tmp_path / "run"
+    rl.run(tiny_recipe(model, run, train__steps=2, eval__num_prompts=2, eval__num_samples=1, **changes), quiet=True)
+    records = metrics(run)
+    last = records[-1]
+    assert last["updates"] == changes.get("rl__num_iterations", 1) * changes.get("rl__num_mini_batches", 1)
+    assert ("kl_to_ref" in last) == ("rl__beta" in changes)
+    if "rl__beta" in changes:
+        assert records[1]["kl_to_ref"] >= 0
+        assert last["kl_to_ref"] > 0, "the policy has moved away from the reference"
+    if changes.get("rl__num_iterations", 1) > 1:
+        assert last["approx_kl"] > 0
+    if changes.get("adapter__type") == "none":
+        loaded = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "latest" / "policy", local_files_only=True)
+        masters = trainer_state(run)["optimizer"]["masters"]
+        assert all(m.dtype == torch.float32 for m in masters.values())
+        weights = dict(loaded.named_parameters())
+        assert all(torch.equal(weights[n].bfloat16(), m.bfloat16()) for n, m in masters.items())
+
+
+def test_zero_variance_groups_are_resampled_then_left_out(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny_recipe(
+        model, run, task__rewards=reward("constant"), rl__resample_zero_std=2, train__steps=1, eval__num_prompts=0,
+        eval__num_samples=None,
+    )
+    summary = rl.run(config, quiet=True)
+    record = metrics(run)[-1]
+    assert record["prompts"] == 12
+    assert record["zero_std_share"] == 1.0
+    assert record["trained_groups"] == 0
+    assert record["updates"] == 0
+    assert summary.before is None
+
+
+def test_gradient_does_not_depend_on_micro_batches(model: Path, tmp_path: Path) -> None:
+    """The first moment after one step is (1 - beta1) times the clipped gradient."""
+    moments = []
+    for tokens in (4096, 160):
+        run = tmp_path / str(tokens)
+        rl.run(tiny_recipe(model, run, train__steps=1, train__micro_batch_tokens=tokens), quiet=True)
+        state = trainer_state(run)["optimizer"]["adamw"]["state"]
+        moments.append(torch.cat([s["exp_avg"].flatten() for s in state.values()]))
+    assert metrics(tmp_path / "4096")[1]["trained_tokens"] == metrics(tmp_path / "160")[1]["trained_tokens"]
+    scale = moments[0].norm()
+    assert scale > 0
+    assert (moments[0] - moments[1]).norm() < 1e-5 * scale
+
+
+def test_ctrl_c_saves_and_resume_equals_no_interruption(model: Path, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    changes = {"task__rewards": reward("interrupting"), "train__steps": 4, "train__save_every": 0}
+    rewards.InterruptOnce.at = 0
+    # The reward is loaded from its file under another module name: reach it through what it loaded.
+    rl.run(tiny_recipe(model, straight, **changes), quiet=True)
+    loaded = _loaded_rewards()
+    loaded.InterruptOnce.calls, loaded.InterruptOnce.at = 0, 3  # evaluation, step 1, step 2
+    summary = rl.run(tiny_recipe(model, broken, **changes), quiet=True)
+    assert summary.interrupted
+    assert summary.last_step == 2
+    assert "continue with --resume" in summary.line()
+    summary = rl.run(tiny_recipe(model, broken, **changes), resume=True, quiet=True)
+    assert not summary.interrupted
+    assert metrics(broken) == metrics(straight)
+    ours, theirs = (trainer_state(run)["optimizer"]["masters"] for run in (broken, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _loaded_rewards() -> Any:
+    import sys
+
+    return next(m for name, m in sys.modules.items() if name.startswith("leanroll_user_reward_"))
+
+
+def test_divergence_is_diagnosed_and_nothing_lost(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    calls = 0
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, sums = policy_loss_module.policy_loss(*args, **kwargs)
+        return (loss * float("nan") if calls == 3 else loss), sums
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)
+    with pytest.raises(TrainingDiverged, match=r"Step 3: the loss is nan.*step-000003\.json"):
+        rl.run(tiny_recipe(model, run, train__steps=5, train__save_every=0), quiet=True)
+    diagnosis = json.loads((run / "diagnosis" / "step-000003.json").read_text())
+    assert diagnosis["loss"] == "nan"
+    assert diagnosis["statistics"]["logprobs"]["not_finite"] == 0
+    assert len(diagnosis["completions"]) == 16
+    assert len(diagnosis["completions"][0]["logprobs"]) == len(diagnosis["completions"][0]["token_ids"])
+    assert json.loads((run / "checkpoints" / "latest" / "state.json").read_text())["step"] == 2
+    summary = rl.run(tiny_recipe(model, run, train__steps=5, train__save_every=0), resume=True, quiet=True)
+    assert summary.last_step == 5
+
+
+def test_bad_gradient_names_the_parameters(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        loss, sums = policy_loss_module.policy_loss(*args, **kwargs)
+        loss.register_hook(lambda grad: grad * float("inf"))
+        return loss, sums
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)
+    with pytest.raises(TrainingDiverged, match="gradient norm is nan"):
+        rl.run(tiny_recipe(model, run, train__steps=1), quiet=True)
+    assert json.loads((run / "diagnosis" / "step-000001.json").read_text())["parameters_with_bad_gradients"]
+
+
+def test_resume_refuses_what_would_change_the_run(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    rl.run(tiny_recipe(model, run, train__steps=1), quiet=True)
+    with pytest.raises(ResumeError, match=r"rl\.num_generations: 4 → 2"):
+        rl.run(tiny_recipe(model, run, train__steps=1, rl__num_generations=2), resume=True, quiet=True)
+    with pytest.raises(ConfigError, match="not empty"):
+        rl.run(tiny_recipe(model, run, train__steps=1), quiet=True)
+    with pytest.raises(ResumeError, match="No run in"):
+        rl.run(tiny_recipe(model, tmp_path / "nowhere", train__steps=1), resume=True, quiet=True)
+    assert not (tmp_path / "nowhere").exists()
+    summary = rl.run(tiny_recipe(model, run, train__steps=2), resume=True, quiet=True)
+    assert summary.last_step == 2
+    schedule = model / "schedule.json"
+    text = schedule.read_text()
+    try:
+        schedule.write_text(text.replace("[6, 8]", "[6, 9]"))
+        with pytest.raises(ResumeError, match=r"content of rollout\.schedule"):
+            rl.run(tiny_recipe(model, run, train__steps=3), resume=True, quiet=True)
+    finally:
+        schedule.write_text(text)

@@ -1,0 +1,32 @@
+"""Reward functions for tests of the trainer, in TRL's signature."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+
+def share_of_liked_ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Share of tokens with an id 3 modulo 8: about 1/8 for a random policy, learnable in a few steps."""
+    return [sum(token % 8 == 3 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def constant(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Every group has zero variance."""
+    return [1.0] * len(completion_ids)
+
+
+class InterruptOnce:
+    """Sends SIGINT to its own process at the n-th call; for runs with rewards in the main process."""
+
+    calls = 0
+    at = 0
+
+
+def interrupting(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """`share_of_liked_ids` that presses Ctrl-C once."""
+    InterruptOnce.calls += 1
+    if InterruptOnce.calls == InterruptOnce.at:
+        os.kill(os.getpid(), signal.SIGINT)
+    return share_of_liked_ids(completion_ids)
