@@ -9,7 +9,7 @@ rounds, so that every stretch of items holds about the same mix.
 Reward: the mean over the constraints of 1 or 0 (`partial_credit`: of a value in [0, 1]). So that a canned or degenerate
 answer wins nothing, the reward is 0 unless the answer
 
-    has enough words (20; 8 or 10 where the constraint itself asks for a short answer),
+    has enough words (option `min_words`, 20; 8 or 10 where the constraint itself asks for a short answer),
     mentions a content word of the topic,
     does not copy 8 consecutive words of the prompt,
     does not repeat itself: at least 3 in 10 words are distinct (of the first 100 words).
@@ -24,12 +24,13 @@ from typing import Any
 from leanroll.errors import ConfigError
 from leanroll.tasks.base import RewardSpec, Split, TaskItem, check_count, check_index, item_random
 from leanroll.tasks.ifollow_checks import words
-from leanroll.tasks.ifollow_kinds import BY_NAME, HELD_OUT_KINDS, KINDS, SEEN_KINDS, Kind
+from leanroll.tasks.ifollow_kinds import BY_NAME, DEFAULT_MIN_WORDS, HELD_OUT_KINDS, KINDS, SEEN_KINDS, Kind
 from leanroll.tasks.ifollow_topics import EVAL_TOPICS, REQUESTS, TRAIN_TOPICS, topic_stems
 
 COPY_WORDS = 8
 MIN_DISTINCT_SHARE = 0.3
 MAX_CONSTRAINTS = 3
+MAX_MIN_WORDS = 200
 
 
 def is_genuine(text: str, prompt: str, topic: str, min_words: int) -> bool:
@@ -94,6 +95,8 @@ class IfollowTask:
         seed: of the generator; items of different seeds are unrelated.
         num_constraints: constraints per prompt, 1 to 3.
         partial_credit: reward near misses.
+        min_words: words below which an answer wins nothing, 1 to 200; kinds that ask for short answers keep their own floor.
+            The prompt does not mention it. Longer answers make for longer contexts.
         kinds: names of the kinds to train and evaluate on; None means all. Held-out kinds only ever appear in evaluation.
 
     Raises:
@@ -110,7 +113,10 @@ class IfollowTask:
         num_constraints: int = 1,
         partial_credit: bool = False,
         kinds: Sequence[str] | None = None,
+        min_words: int = DEFAULT_MIN_WORDS,
     ) -> None:
+        if not 1 <= min_words <= MAX_MIN_WORDS:
+            raise ConfigError(f"ifollow: min_words is {min_words}; expected 1 to {MAX_MIN_WORDS}.")
         if not 1 <= num_constraints <= MAX_CONSTRAINTS:
             raise ConfigError(f"ifollow: num_constraints is {num_constraints}; expected 1 to {MAX_CONSTRAINTS}.")
         names = tuple(BY_NAME) if kinds is None else tuple(kinds)
@@ -126,6 +132,7 @@ class IfollowTask:
             )
         self._seed = seed
         self._num_constraints = num_constraints
+        self._min_words = min_words
         function = partial_reward if partial_credit else strict_reward
         self.rewards = (RewardSpec("ifollow", 1.0, function),)
 
@@ -162,9 +169,13 @@ class IfollowTask:
             "seen_kind": not any(kind.held_out for kind in chosen),
             "constraints": tuple(constraints),
             "topic": topic,
-            "min_words": min(kind.min_words for kind in chosen),
+            "min_words": self._floor(chosen),
         }
         return TaskItem(index, ({"role": "user", "content": " ".join(parts)},), columns)
+
+    def _floor(self, chosen: Sequence[Kind]) -> int:
+        short = [kind.min_words for kind in chosen if kind.min_words < DEFAULT_MIN_WORDS]
+        return min([self._min_words, *short])
 
     def _choose_kinds(self, split: Split, index: int, rng: random.Random) -> list[Kind]:
         kinds = self._train_kinds if split == "train" else self._eval_kinds

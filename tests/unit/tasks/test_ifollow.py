@@ -153,6 +153,8 @@ def test_genuine_answers() -> None:
 
 
 def test_options() -> None:
+    floors = {i.columns["kind"]: i.columns["min_words"] for i in IfollowTask(min_words=60).eval_items(32)}
+    assert (floors["lowercase"], floors["max_words"], floors["json_object"]) == (60, 8, 8)
     task = IfollowTask(kinds=["lowercase", "exclamations"])
     assert {task.train_item(i).columns["kind"] for i in range(8)} == {"lowercase"}
     assert {item.columns["kind"] for item in task.eval_items(4)} == {"lowercase", "exclamations"}
@@ -161,6 +163,7 @@ def test_options() -> None:
         ({"kinds": ["sections"]}, "nothing to train on"),
         ({"num_constraints": 0}, "1 to 3"),
         ({"num_constraints": 4}, "1 to 3"),
+        ({"min_words": 0}, "1 to 200"),
     ]:
         with pytest.raises(ConfigError, match=message):
             IfollowTask(**options)  # type: ignore[arg-type]
