@@ -10,7 +10,7 @@ Reward: the mean over the constraints of 1 or 0 (`partial_credit`: of a value in
 answer wins nothing, the reward is 0 unless the answer
 
     has enough words (option `min_words`, 20; 8 or 10 where the constraint itself asks for a short answer),
-    mentions a content word of the topic,
+    mentions a content word of the topic (option `require_topic`),
     does not copy 8 consecutive words of the prompt,
     does not repeat itself: at least 3 in 10 words are distinct (of the first 100 words).
 """
@@ -34,11 +34,11 @@ MAX_MIN_WORDS = 200
 
 
 def is_genuine(text: str, prompt: str, topic: str, min_words: int) -> bool:
-    """Whether the text is an answer at all; see the module docstring for the four conditions."""
+    """Whether the text is an answer at all; see the module docstring for the four conditions. No topic: not asked for."""
     found = [word.lower() for word in words(text)]
     if len(found) < max(min_words, 1):
         return False
-    if not any(word.startswith(stem) for stem in topic_stems(topic) for word in found):
+    if topic and not any(word.startswith(stem) for stem in topic_stems(topic) for word in found):
         return False
     head = found[:100]
     if len(set(head)) < MIN_DISTINCT_SHARE * len(head):
@@ -89,7 +89,7 @@ class IfollowTask:
     """The `ifollow` task: unlimited items, generated on demand.
 
     Columns of an item: `kind` (names joined by "+"), `seen_kind` (False when any kind is held out of training),
-    `constraints` (tuple of {"kind", "params"}), `topic`, `min_words`.
+    `constraints` (tuple of {"kind", "params"}), `topic` (empty without `require_topic`), `min_words`.
 
     Args:
         seed: of the generator; items of different seeds are unrelated.
@@ -97,6 +97,7 @@ class IfollowTask:
         partial_credit: reward near misses.
         min_words: words below which an answer wins nothing, 1 to 200; kinds that ask for short answers keep their own floor.
             The prompt does not mention it. Longer answers make for longer contexts.
+        require_topic: an answer that does not speak of the topic wins nothing. Without it a canned text can win.
         kinds: names of the kinds to train and evaluate on; None means all. Held-out kinds only ever appear in evaluation.
 
     Raises:
@@ -114,6 +115,7 @@ class IfollowTask:
         partial_credit: bool = False,
         kinds: Sequence[str] | None = None,
         min_words: int = DEFAULT_MIN_WORDS,
+        require_topic: bool = True,
     ) -> None:
         if not 1 <= min_words <= MAX_MIN_WORDS:
             raise ConfigError(f"ifollow: min_words is {min_words}; expected 1 to {MAX_MIN_WORDS}.")
@@ -133,6 +135,7 @@ class IfollowTask:
         self._seed = seed
         self._num_constraints = num_constraints
         self._min_words = min_words
+        self._require_topic = require_topic
         function = partial_reward if partial_credit else strict_reward
         self.rewards = (RewardSpec("ifollow", 1.0, function),)
 
@@ -168,7 +171,7 @@ class IfollowTask:
             "kind": "+".join(kind.name for kind in chosen),
             "seen_kind": not any(kind.held_out for kind in chosen),
             "constraints": tuple(constraints),
-            "topic": topic,
+            "topic": topic if self._require_topic else "",
             "min_words": self._floor(chosen),
         }
         return TaskItem(index, ({"role": "user", "content": " ".join(parts)},), columns)

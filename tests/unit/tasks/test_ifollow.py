@@ -150,6 +150,8 @@ def test_one_canned_text_wins_little() -> None:
 def test_genuine_answers() -> None:
     assert is_genuine("Black cats sleep", "Tell me about house cats.", "house cats", 3)
     assert not is_genuine("", "", "house cats", 0)
+    assert is_genuine("Dogs sleep", "Tell me about house cats.", "", 2)
+    assert IfollowTask(require_topic=False).train_item(0).columns["topic"] == ""
 
 
 def test_options() -> None:
