@@ -95,7 +95,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """State of the global generators. Sampling and data order do not use them; dropout and user rewards may."""
+    """State of the global generators. Sampling and data order do not use them; user rewards may."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),

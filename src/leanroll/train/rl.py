@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 
 from leanroll.config import RLConfig, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.environment import describe
@@ -112,6 +113,7 @@ class Trainer:
     def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
         _check(config)
         self.config, self.schedule, self.display = config, schedule, display
+        set_seed(config.train.seed % 2**32)  # of the global generators, which user rewards may draw from
         self.policy: Policy = setup.build_policy(
             config.model, config.adapter, training=True, seed=config.train.seed % 2**31
         )

@@ -1,0 +1,41 @@
+"""I4: a run killed with SIGKILL at any moment and resumed is the run that was never killed: same metrics, same weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from leanroll.config import to_toml
+from tests.recipe import reward, save_tiny_model, tiny_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    recipe = tmp_path / "recipe.toml"
+    config = tiny_recipe(
+        model,
+        tmp_path / "unused",
+        task__rewards=reward("share_of_liked_ids"),
+        train__steps=6,
+        train__save_every=2,
+        eval__every=3,
+        rl__num_mini_batches=2,
+    )
+    recipe.write_text(to_toml(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.invariants.kill_and_resume", str(recipe), str(tmp_path / "work"), "--seed", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no difference" in done.stdout
