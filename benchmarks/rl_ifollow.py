@@ -1,0 +1,185 @@
+"""Does training on sparse rollouts learn as much as on dense ones? `ifollow`, the default model, several seeds.
+
+    python -m benchmarks.rl_ifollow [--work-dir runs/rl_ifollow] [--seeds 0 1 2] [--steps N] [--prompts 1000]
+    [--report FILE]
+
+Trains recipes/ifollow_sparse.toml and recipes/ifollow_dense.toml per seed, then evaluates the base model and every
+final policy on the same held-out prompts (unseen topics and parameters, some unseen kinds) with the same draws and
+*dense* decoding: what is compared are policies, not samplers. Takes hours on two cores; everything finished is kept
+in the work directory and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._common import print_result, progress
+from benchmarks._rl import final_adapter, finish_run, mean_of
+from leanroll.config import EvaluateConfig, load_config
+from leanroll.rundir import RunDir, read_jsonl, write_json, write_jsonl, write_text
+from leanroll.tasks.metrics import Interval, bootstrap_mean, paired_difference
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+METHODS = ("sparse", "dense")
+
+CHUNK = 100
+"""Held-out prompts per call and per line of progress; a broken-off evaluation repeats at most these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """rewards: [P], held-out reward per prompt. kinds, seen: [P], its kind of constraint and whether training had
+    it."""
+
+    rewards: np.ndarray
+    kinds: np.ndarray
+    seen: np.ndarray
+
+
+def evaluate(name: str, adapter: Path | None, num_prompts: int, folder: Path) -> Rewards:
+    """Reward of one dense completion per held-out prompt; continues an evaluation that was broken off."""
+    path = folder / f"{name}.jsonl"
+    rows = list(read_jsonl(path)) if path.exists() else []
+    if len(rows) < num_prompts:
+        rows = _evaluate_rest(name, adapter, num_prompts, path, rows)
+    rows = rows[:num_prompts]
+    return Rewards(
+        np.array([np.nan if r["reward"] is None else r["reward"] for r in rows], dtype=float),
+        np.array([r["kind"] for r in rows]),
+        np.array([r["seen_kind"] for r in rows]),
+    )
+
+
+def _evaluate_rest(
+    name: str, adapter: Path | None, num_prompts: int, path: Path, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from leanroll.train import evaluation, setup
+
+    overrides = [] if adapter is None else [("adapter.path", str(adapter))]
+    config = load_config(EvaluateConfig, RECIPES / "ifollow_dense.toml", overrides)
+    policy = setup.build_policy(config.model, config.adapter, training=False)
+    engine = setup.build_engine(policy, setup.build_schedule(config.rollout), config.rollout)
+    task = setup.build_task(config.task)
+    encoder = setup.PromptEncoder(policy, config.task)
+    items = task.eval_items(num_prompts)
+    sampling = setup.eval_sampling(policy, config.rollout, config.eval)
+    with setup.build_rewards(config.task, task) as rewards:
+        for start in range(len(rows), num_prompts, CHUNK):
+            chunk = items[start : min(start + CHUNK, num_prompts)]
+            result = evaluation.evaluate(engine, rewards, chunk, encoder.encode(chunk), sampling, 1)
+            rows += [
+                {
+                    "index": item.index,
+                    "kind": item.columns["kind"],
+                    "seen_kind": item.columns["seen_kind"],
+                    "reward": None if np.isnan(reward) else float(reward),
+                    "length": len(group.rollouts[0].token_ids) if group.rollouts else 0,
+                }
+                for item, group, reward in zip(chunk, result.groups, result.rewards[:, 0], strict=True)
+            ]
+            write_jsonl(path, rows)
+            mean = np.mean([r["reward"] for r in rows if r["reward"] is not None])
+            progress(f"{name}: {len(rows)} of {num_prompts} held-out prompts, reward {mean:.3f}")
+    return rows
+
+
+def compare(base: Rewards, finals: dict[str, list[Rewards]]) -> dict[str, Any]:
+    """Intervals of the means, of the gains over the base, and of sparse minus dense: all over prompts, seeds averaged
+    first."""
+    means = {method: np.mean([r.rewards for r in runs], axis=0) for method, runs in finals.items()}
+    result: dict[str, Any] = {"base": _interval(bootstrap_mean(base.rewards))}
+    for method, values in means.items():
+        result[method] = _interval(bootstrap_mean(values))
+        result[f"{method}_gain"] = _interval(paired_difference(values, base.rewards))
+        result[f"{method}_by_seed"] = [round(float(np.nanmean(r.rewards)), 4) for r in finals[method]]
+    result["sparse_minus_dense"] = _interval(paired_difference(means["sparse"], means["dense"]))
+    for label, wanted in (("seen_kinds", True), ("unseen_kinds", False)):
+        rows = base.seen == wanted
+        if rows.any():
+            part = {"base": base.rewards, **means}
+            result[label] = {k: round(float(np.nanmean(v[rows])), 4) for k, v in part.items()} | {"prompts": int(rows.sum())}
+    return result
+
+
+def _interval(interval: Interval) -> dict[str, float]:
+    return {"mean": round(interval.mean, 4), "low": round(interval.low, 4), "high": round(interval.high, 4)}
+
+
+def report(result: dict[str, Any], base: Rewards, finals: dict[str, list[Rewards]], runs: dict[str, list[RunDir]]) -> str:
+    """Markdown: the comparison, the reward curves, and the table by kind."""
+    lines = ["# RL on `ifollow`: sparse against dense rollouts", "", "| | held-out reward | 95 % interval |", "|---|---|---|"]
+    for key in ("base", "sparse", "dense", "sparse_gain", "dense_gain", "sparse_minus_dense"):
+        row = result[key]
+        lines.append(f"| {key.replace('_', ' ')} | {row['mean']:.3f} | {row['low']:.3f} … {row['high']:.3f} |")
+    lines += ["", "## Training reward by step, mean over seeds", ""]
+    lines += ["| step | sparse | dense | sparse alpha p05 | sparse KV read |", "|---|---|---|---|---|"]
+    records = {method: [run.read_metrics() for run in group] for method, group in runs.items()}
+    for step in range(1, min(len(r) for group in records.values() for r in group)):
+        row = {m: [r[step] for r in group] for m, group in records.items()}
+        alphas = [r["alpha/p05"] for r in row["sparse"] if "alpha/p05" in r]
+        alpha = f"{np.mean(alphas):.3f}" if alphas else ""
+        lines.append(
+            f"| {step} | {mean_of(row['sparse'], 'reward/mean'):.3f} | {mean_of(row['dense'], 'reward/mean'):.3f} "
+            f"| {alpha} | {mean_of(row['sparse'], 'kv_share_read'):.2f} |"
+        )
+    lines += ["", "## Held-out reward by kind", "", "| kind | prompts | base | sparse | dense |", "|---|---|---|---|---|"]
+    for kind in sorted(set(base.kinds)):
+        rows = base.kinds == kind
+        values = [np.nanmean(base.rewards[rows])]
+        values += [np.mean([np.nanmean(r.rewards[rows]) for r in finals[method]]) for method in METHODS]
+        mark = "" if base.seen[rows].all() else " (unseen)"
+        lines.append(f"| {kind}{mark} | {rows.sum()} | " + " | ".join(f"{v:.2f}" for v in values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line of the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work-dir", type=Path, default=Path("runs/rl_ifollow"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="steps per run (default: the recipes')")
+    parser.add_argument("--prompts", type=int, default=1000, help="held-out prompts of the final evaluation")
+    parser.add_argument("--report", type=Path, help="Markdown file for curves and tables (default: in the work directory)")
+    options = parser.parse_args(arguments)
+    folder = options.work_dir / "evaluation"
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = [] if options.steps is None else [("train.steps", str(options.steps))]
+
+    runs: dict[str, list[RunDir]] = {method: [] for method in METHODS}
+    finals: dict[str, list[Rewards]] = {method: [] for method in METHODS}
+    base = evaluate("base", None, options.prompts, folder)
+    for seed in options.seeds:
+        for method in METHODS:
+            name = f"{method}-seed{seed}"
+            recipe = RECIPES / f"ifollow_{method}.toml"
+            run = finish_run(recipe, options.work_dir / name, [*steps, ("train.seed", str(seed))])
+            runs[method].append(run)
+            # The step count is in the name: an evaluation of a shorter run is not taken for this one's.
+            label = f"{name}-step{run.checkpoint_steps()[-1]}"
+            finals[method].append(evaluate(label, final_adapter(run), options.prompts, folder))
+    result = compare(base, finals)
+    trained = [r for run in runs["sparse"] for r in run.read_metrics() if r["step"] > 0]
+    result |= {
+        "prompts": options.prompts,
+        "seeds": options.seeds,
+        "steps": runs["sparse"][0].checkpoint_steps()[-1],
+        "kv_share_read": round(mean_of(trained, "kv_share_read"), 4),
+        "alpha_p05": round(mean_of(trained, "alpha/p05"), 4),
+        "minutes_per_run": {
+            m: round(sum(r.get("time/step_s", 0.0) for run in group for r in run.read_metrics()) / len(group) / 60, 1)
+            for m, group in runs.items()
+        },
+    }
+    write_json(options.work_dir / "result.json", result)
+    write_text(options.report or options.work_dir / "report.md", report(result, base, finals, runs))
+    print_result("rl_ifollow", result)
+
+
+if __name__ == "__main__":
+    main()
