@@ -23,8 +23,15 @@ IMPLEMENTATION = "leanroll"
 # Keywords that transformers hands to attention functions and that change nothing for us: positions are already in the
 # rotated keys, causality and windows are ours to apply.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "position_embeddings", "output_hidden_states"}
-    | {"return_dict"}
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "position_embeddings",
+        "output_hidden_states",
+        "return_dict",
+    ]
 )
 
 
@@ -88,14 +95,12 @@ def _attention(
     if leanroll is None:
         raise ModelError(
             f"{name} was called without a batch context; call the model with use_cache=False and leanroll=<context>, "
-            "or restore "
-            "another attention implementation with model.set_attn_implementation('sdpa')."
+            "or restore another attention implementation with model.set_attn_implementation('sdpa')."
         )
     if attention_mask is not None:
         raise ModelError(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)}; padding and packing travel in the "
-            "context. "
-            "Do not pass attention_mask."
+            "context. Do not pass attention_mask."
         )
     if dropout:
         raise ModelError(f"{name} asks for attention dropout {dropout}; expected 0. Set config.attention_dropout = 0.")

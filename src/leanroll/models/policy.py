@@ -22,6 +22,7 @@ from leanroll.models.head import LmHead, read_head
 from leanroll.models.spec import ModelSpec, read_spec
 from leanroll.models.verify import verify_model
 
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BASE_FILE = "leanroll_base.json"
 """Written beside an adapter: the name its base model was loaded by."""
 
@@ -59,6 +60,9 @@ class Policy:
         Raises:
             ModelError: the model, its tokenizer or the adapter is not supported.
         """
+        dtype = next(model.parameters()).dtype
+        if dtype not in SUPPORTED_DTYPES:
+            raise ModelError(f"The model is in {dtype}; expected one of {', '.join(map(str, SUPPORTED_DTYPES))}.")
         _remove_dropout(model)
         model.eval()
         install_attention(model)

@@ -19,7 +19,9 @@ from leanroll.models.spec import ModelSpec
 _NUM_TOKENS = 16
 _LONGEST_WINDOW = 64  # windows up to this length are exceeded by the input, so that their masks are compared too
 # Relative RMS of the difference of logits. In fp32 both sides round alike; in bf16 and fp16 each layer adds rounding noise.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+# The head alone differs by the model's rounding of its logits (0.0017 measured in bf16).
+_HEAD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.002}
 
 
 class CausalContext:
@@ -76,13 +78,14 @@ def verify_model(model: PreTrainedModel, decoder: nn.Module, head: LmHead, spec:
 
     name = type(model).__name__
     _check_calls(name, context, spec)
-    tolerance = _TOLERANCE.get(head.weight.dtype, 1e-3)
+    tolerance = _TOLERANCE[head.weight.dtype]
     difference = _relative_rms(own, expected)
     if not difference <= tolerance:
         raise ModelError(
             f"{name}: logits through leanroll's attention differ from the model's own by {difference:.2g} (relative "
             f"RMS), expected at most {tolerance}. Its attention does something that is not supported; use another model."
         )
+    tolerance = _HEAD_TOLERANCE[head.weight.dtype]
     difference = _relative_rms(head.logits(captured[-1]), own)
     if not difference <= tolerance:
         raise ModelError(
