@@ -37,7 +37,8 @@ class RolloutEngine:
         kernel: "auto", "reference", "cpu" or "triton".
         max_batch_size: sequences decoded together.
         prefill_tokens: prompt tokens per prefill forward; longer prompts take several.
-        accelerate_modules: replace small matrix products and norms of the decode step by ours where they agree (CPU).
+        accelerate_modules: with the cpu kernels, replace small matrix products and norms of the decode step by ours
+            where they agree. The reference backend is plain torch throughout.
 
     Raises:
         ConfigError: the memory does not hold one page, or a dense layer does not exist.
@@ -70,8 +71,8 @@ class RolloutEngine:
             )
         self.policy, self.schedule = policy, schedule
         self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
-        self.accelerate_modules = accelerate_modules and policy.device.type == "cpu"
         self.backend = get_backend(kernel, policy.device)
+        self.accelerate_modules = accelerate_modules and self.backend.name == "cpu"
         self.scorer = get_scorer(schedule.scorer)
         self.sparse_layers: tuple[int, ...] = (
             ()

@@ -69,7 +69,6 @@ def build_engine(policy: Policy, schedule: BudgetSchedule, rollout: RolloutConfi
         kernel=rollout.kernel,
         max_batch_size=rollout.max_batch_size,
         kv_dtype=DTYPES[rollout.kv_dtype] if rollout.kv_dtype is not None else None,
-        accelerate_modules=rollout.kernel != "reference",  # which asks for plain torch throughout
     )
 
 
