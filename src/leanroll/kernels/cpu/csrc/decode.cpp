@@ -27,13 +27,13 @@ int num_pages(const Batch& batch, int b) { return (batch.lengths[b] + batch.S - 
 int num_selected(const Batch& batch, int b) { return std::min(num_pages(batch, b), batch.budgets[b]); }
 
 struct Item {
-  int row;           // b * Hk + h
+  int row;           // b * Hk + h; b where an item takes all KV heads
   int first, count;  // pages of the row's list, or of the sequence when it is dense
 };
 
 // Partial results of all items: statistics, then accumulators.
 struct Plan {
-  int rows, heads, padded, num_items;
+  int rows, heads_per_row, heads, padded, num_items;  // KV heads and query heads per row
   const int32_t* selected;
   int width;
   int* start;  // [rows + 1], first item of a row
@@ -50,7 +50,10 @@ struct Plan {
 template <class Count>
 Plan make_plan(const Batch& batch, const int32_t* selected, int width, Count&& count) {
   Plan plan;
-  plan.rows = batch.B * batch.Hk, plan.heads = batch.Hq / batch.Hk, plan.padded = pad_dim(batch.D);
+  // A selection belongs to one KV head; without one, all heads of a sequence read the same pages, which lie side by side.
+  plan.heads_per_row = selected ? 1 : batch.Hk;
+  plan.rows = batch.B * batch.Hk / plan.heads_per_row, plan.heads = batch.Hq / batch.Hk * plan.heads_per_row;
+  plan.padded = pad_dim(batch.D);
   plan.selected = selected, plan.width = width;
   const int per_item = std::max(1, kChunkTokens / batch.S);
   int64_t total = 0;
@@ -77,28 +80,47 @@ Plan make_plan(const Batch& batch, const int32_t* selected, int width, Count&& c
 
 Plan dense_plan(const Batch& batch, const Attention& attention) {
   return make_plan(batch, nullptr, 0, [&](int row, int& first) {
-    const int b = row / batch.Hk;
+    const int b = row;
     first = attention.window > 0 ? std::max(0, batch.lengths[b] - attention.window) / batch.S : 0;
     return num_pages(batch, b) - first;
   });
 }
 
+// The first pages of keys that an item will read.
+int first_pages(const Pool& pool, const Batch& batch, const Plan& plan, const Item& item, const void** out) {
+  const int head_row = item.row * plan.heads_per_row;
+  const int32_t* table = batch.table + static_cast<int64_t>(head_row / batch.Hk) * batch.max_pages;
+  const int32_t* list = plan.selected ? plan.selected + static_cast<int64_t>(item.row) * plan.width : nullptr;
+  int n = 0;
+  for (; n < std::min(kNextPages, item.count); ++n) {
+    const int logical = list ? list[item.first + n] : item.first + n;
+    if (logical < 0) break;
+    const int64_t row = static_cast<int64_t>(table[logical]) * batch.Hk + head_row % batch.Hk;
+    out[n] = offset<const void>(pool.k, pool.dtype, row * batch.S * batch.D);
+  }
+  return n;
+}
+
 void attend_item(const Pool& pool, const Batch& batch, const Attention& attention, DType q_dtype, const void* q, const Plan& plan,
-                 int i, float* memory) {
+                 int i, int next, float* memory) {
   const Item& item = plan.items[i];
-  const int b = item.row / batch.Hk, h = item.row % batch.Hk, D = batch.D;
+  const int head_row = item.row * plan.heads_per_row;
+  const int b = head_row / batch.Hk, h = head_row % batch.Hk, D = batch.D;
   AttendArgs args;
   args.page_stride = static_cast<int64_t>(batch.Hk) * batch.S * D;
   const int64_t head = static_cast<int64_t>(h) * batch.S * D;
   args.k = offset<const void>(pool.k, pool.dtype, head), args.v = offset<const void>(pool.v, pool.dtype, head);
   args.q = offset(q, q_dtype, static_cast<int64_t>(item.row) * plan.heads * D), args.q_dtype = q_dtype;
-  args.G = plan.heads, args.D = D, args.S = batch.S;
+  args.H = plan.heads_per_row, args.G = batch.Hq / batch.Hk, args.D = D, args.S = batch.S;
   args.scale = attention.scale, args.softcap = attention.softcap;
   args.table = batch.table + static_cast<int64_t>(b) * batch.max_pages;
   args.pages = plan.selected ? plan.selected + static_cast<int64_t>(item.row) * plan.width : nullptr;
   args.first = item.first, args.count = item.count;
   args.end = batch.lengths[b], args.begin = attention.window > 0 ? std::max(0, args.end - attention.window) : 0;
   args.m = plan.m(i), args.l = plan.l(i), args.acc = plan.acc(i), args.scratch = memory;
+  const void* pages[kNextPages];
+  args.next = pages, args.num_next = 0;
+  if (next < plan.num_items) args.num_next = first_pages(pool, batch, plan, plan.items[next], pages);
   isa().attend(pool.dtype, args);
 }
 
@@ -133,8 +155,9 @@ void page_landmark(const Pool& pool, int Hk, int D, int S, int64_t page, int h) 
   isa().landmark(pool.dtype, offset(pool.k, pool.dtype, row * S * D), offset(pool.landmarks, pool.dtype, row * D), S, D);
 }
 
-void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, ScorerKind kind, int row, float* out,
-               float* memory) {
+// heads_ahead: KV heads from this one on that the calling thread will score next.
+void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, ScorerKind kind, int row, int heads_ahead,
+               float* out, float* memory) {
   const int b = row / batch.Hk, h = row % batch.Hk, G = batch.Hq / batch.Hk;
   ScoreArgs args;
   args.kind = kind;
@@ -142,6 +165,7 @@ void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* 
   args.G = G, args.D = batch.D;
   args.landmarks = offset<const void>(pool.landmarks, pool.dtype, static_cast<int64_t>(h) * batch.D);
   args.page_stride = static_cast<int64_t>(batch.Hk) * batch.D;
+  args.fetch_bytes = heads_ahead * batch.D * size_of(pool.dtype);
   args.table = batch.table + static_cast<int64_t>(b) * batch.max_pages;
   args.begin = batch.first_pages, args.end = num_pages(batch, b) - batch.last_pages;
   args.out = out, args.scratch = memory;
@@ -171,13 +195,22 @@ int selection_width(const Batch& batch) {
 // Scratch floats of one thread, enough for every kind of item.
 int64_t thread_floats(const Batch& batch) {
   const int G = batch.Hq / batch.Hk;
-  return round_up(std::max(attend_scratch(G, batch.D), score_scratch(G, batch.D, batch.max_pages) + 2 * (batch.max_pages + 32)), 16);
+  return round_up(std::max(attend_scratch(batch.Hq, batch.D), score_scratch(G, batch.D, batch.max_pages) + 2 * round_up(batch.max_pages + 32, 16)), 16);
 }
+
+// KV heads that one thread scores together, since their landmarks lie side by side: all, if that leaves enough for every thread.
+int heads_together(const Batch& batch, int threads) { return batch.B >= 4 * threads ? batch.Hk : 1; }
 
 void attend_and_merge(const Team& team, const Pool& pool, const Batch& batch, const Attention& attention, DType q_dtype,
                       const void* q, const Plan& plan, void* out, float* memory, std::atomic<int64_t>* counters) {
-  team.each(counters[0], plan.num_items,
-            [&](int64_t i) { attend_item(pool, batch, attention, q_dtype, q, plan, static_cast<int>(i), memory); });
+  // An item is taken one ahead, so that its first pages are on their way in time; the last ones are not, to end together.
+  const int64_t n = plan.num_items;
+  for (int64_t i = counters[0]++; i < n;) {
+    const bool early = i + 4 * team.size() < n;
+    const int64_t next = early ? counters[0]++ : n;
+    attend_item(pool, batch, attention, q_dtype, q, plan, static_cast<int>(i), static_cast<int>(next), memory);
+    i = early ? next : counters[0]++;
+  }
   team.barrier();
   team.each(counters[1], plan.rows, [&](int64_t row) { merge_row(batch, q_dtype, plan, static_cast<int>(row), out, memory); });
 }
@@ -209,11 +242,15 @@ void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void
   std::atomic<int64_t> counter{0};
   const int64_t each = thread_floats(batch);
   float* memory = static_cast<float*>(scratch(kThreads, each * 4 * threads));
+  const int heads = heads_together(batch, threads);
   parallel(threads, [&](const Team& team) {
-    team.each(counter, static_cast<int64_t>(batch.B) * batch.Hk, [&](int64_t row) {
-      float* scores = out + row * batch.max_pages;
-      std::fill(scores, scores + batch.max_pages, -std::numeric_limits<float>::infinity());
-      score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), scores, memory + each * team.thread());
+    team.each(counter, static_cast<int64_t>(batch.B) * batch.Hk / heads, [&](int64_t item) {
+      for (int h = 0; h < heads; ++h) {
+        const int64_t row = item * heads + h;
+        float* scores = out + row * batch.max_pages;
+        std::fill(scores, scores + batch.max_pages, -std::numeric_limits<float>::infinity());
+        score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), heads - h, scores, memory + each * team.thread());
+      }
     });
   });
 }
@@ -263,19 +300,24 @@ void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const voi
   const int64_t each = thread_floats(batch);
   float* memory = static_cast<float*>(scratch(kThreads, each * 4 * threads));
   std::atomic<int64_t> counters[3] = {};
+  const int heads = heads_together(batch, threads);
+  const int64_t page_floats = round_up(batch.max_pages + 32, 16);
   parallel(threads, [&](const Team& team) {
     float* mine = memory + each * team.thread();
-    team.each(counters[0], plan.rows, [&](int64_t row) {
-      const int b = static_cast<int>(row) / batch.Hk, h = static_cast<int>(row) % batch.Hk;
-      const int last = batch.lengths[b] - 1;
-      const int64_t page = batch.table[static_cast<int64_t>(b) * batch.max_pages + last / batch.S];
-      write_token(pool, batch.Hk, batch.D, batch.S, q_dtype, k, v, b, h, page * batch.S + last % batch.S);
-      if (!sparse) return;
-      if (batch.lengths[b] % batch.S == 0) page_landmark(pool, batch.Hk, batch.D, batch.S, page, h);
-      float* scores = mine;
-      if (num_pages(batch, b) > batch.budgets[b])
-        score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), scores, mine + round_up(2 * (batch.max_pages + 32), 16));
-      select_row(scores, batch, b, selected + row * width, width, scores + round_up(batch.max_pages + 32, 16));
+    team.each(counters[0], static_cast<int64_t>(batch.B) * batch.Hk / heads, [&](int64_t item) {
+      for (int ahead = heads; ahead > 0; --ahead) {
+        const int64_t row = item * heads + heads - ahead;
+        const int b = static_cast<int>(row) / batch.Hk, h = static_cast<int>(row) % batch.Hk;
+        const int last = batch.lengths[b] - 1;
+        const int64_t page = batch.table[static_cast<int64_t>(b) * batch.max_pages + last / batch.S];
+        write_token(pool, batch.Hk, batch.D, batch.S, q_dtype, k, v, b, h, page * batch.S + last % batch.S);
+        if (!sparse) continue;
+        if (batch.lengths[b] % batch.S == 0) page_landmark(pool, batch.Hk, batch.D, batch.S, page, h);
+        float* scores = mine;
+        if (num_pages(batch, b) > batch.budgets[b])
+          score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), ahead, scores, scores + 2 * page_floats);
+        select_row(scores, batch, b, selected + row * width, width, scores + page_floats);
+      }
     });
     team.barrier();
     attend_and_merge(team, pool, batch, attention, q_dtype, q, plan, out, mine, counters + 1);

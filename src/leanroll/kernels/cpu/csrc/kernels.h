@@ -26,29 +26,35 @@ constexpr int kChunkTokens = 512;
 constexpr int kGroup = 8;  // tokens handled together; divides every page size
 constexpr int kChunkGroups = kChunkTokens / kGroup;
 constexpr int kScoreStride = kChunkTokens + 16;  // floats per head in the score buffer of a work item
+constexpr int kBlockGroups = 2;   // groups that one of several KV heads takes before the next head does
+constexpr int kAheadGroups = 16;  // how far ahead memory is asked for
+constexpr int kNextPages = 8;  // pages of the next item that may be fetched early
 constexpr int kDimPad = 32;                      // dimensions are padded to this in scratch rows
 
 inline int pad_dim(int d) { return (d + kDimPad - 1) / kDimPad * kDimPad; }
 
-// One chunk of one (sequence, KV head): softmax statistics and unnormalised output of G query heads.
+// One chunk of one sequence, for H neighbouring KV heads (all of them on a dense layer, one where each selects its own
+// pages): softmax statistics and unnormalised output of H * G query heads.
 struct AttendArgs {
-  const void* k;  // pool, already offset to the KV head
+  const void* k;  // pool, already offset to the first KV head
   const void* v;
   int64_t page_stride;  // elements from page to page
-  const void* q;        // [G, D]
+  const void* q;        // [H * G, D]
   DType q_dtype;
-  int G, D, S;
+  int H, G, D, S;
   float scale, softcap;
   const int32_t* table;  // logical page → physical page
   const int32_t* pages;  // logical pages of the chunk, -1 skipped; null: the range starting at `first`
   int first, count;
   int begin, end;  // token positions that may be read
-  float* m;        // [G] maximum score, -inf when nothing was read
-  float* l;        // [G] sum of exp(score - m)
-  float* acc;      // [G, pad_dim(D)] sum of exp(score - m) * v
-  float* scratch;  // attend_scratch(G, D) floats
+  float* m;        // [H * G] maximum score, -inf when nothing was read
+  float* l;        // [H * G] sum of exp(score - m)
+  float* acc;      // [H * G, pad_dim(D)] sum of exp(score - m) * v
+  float* scratch;  // attend_scratch(H * G, D) floats
+  const void* const* next;  // first pages of what this thread does next
+  int num_next;
 };
-inline int64_t attend_scratch(int G, int D) { return static_cast<int64_t>(G) * (kScoreStride + pad_dim(D)) + 64; }
+inline int64_t attend_scratch(int heads, int D) { return static_cast<int64_t>(heads) * (kScoreStride + pad_dim(D)) + 64; }
 
 // Scores of the candidate pages [begin, end) of one (sequence, KV head).
 struct ScoreArgs {
@@ -58,6 +64,7 @@ struct ScoreArgs {
   int G, D;
   const void* landmarks;  // offset to the KV head
   int64_t page_stride;    // elements from page to page
+  int64_t fetch_bytes;    // from a page's landmark on, worth having in the cache (the next heads' landmarks follow)
   const int32_t* table;
   int begin, end;
   float* out;      // [N]; only [begin, end) is written

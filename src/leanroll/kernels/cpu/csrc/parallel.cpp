@@ -48,6 +48,7 @@ const Runtime& runtime() {
 struct Call {
   void (*body)(void*, const Team&);
   void* data;
+  int threads;
 };
 
 struct Buffer {
@@ -61,19 +62,19 @@ struct Buffer {
 const char* openmp_library() { return runtime().file; }
 
 void Team::barrier() const {
-  if (!alone_) runtime().barrier();
+  if (size_ > 1) runtime().barrier();
 }
 
 void run_team(int threads, void (*body)(void*, const Team&), void* data) {
   if (threads <= 1) {
-    body(data, Team(0, true));
+    body(data, Team(0, 1));
     return;
   }
-  Call call{body, data};
+  Call call{body, data, threads};
   runtime().parallel(
       [](void* p) {
         auto* c = static_cast<Call*>(p);
-        c->body(c->data, Team(runtime().thread_num(), false));
+        c->body(c->data, Team(runtime().thread_num(), c->threads));
       },
       &call, static_cast<unsigned>(threads), 0);
 }

@@ -12,8 +12,9 @@ const char* openmp_library();
 
 class Team {
  public:
-  Team(int thread, bool alone) : thread_(thread), alone_(alone) {}
+  Team(int thread, int size) : thread_(thread), size_(size) {}
   int thread() const { return thread_; }
+  int size() const { return size_; }
   void barrier() const;
 
   // Items 0..n-1, each taken by the next free thread. Every counter serves one loop of one region.
@@ -23,8 +24,7 @@ class Team {
   }
 
  private:
-  int thread_;
-  bool alone_;
+  int thread_, size_;
 };
 
 void run_team(int threads, void (*body)(void*, const Team&), void* data);

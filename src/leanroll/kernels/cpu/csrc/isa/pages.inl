@@ -29,15 +29,16 @@ inline float element(const void* p, DType t, int64_t i) {
 // out[n] = x·landmark(n) for n in [begin, end).
 template <class T, class Dot>
 inline void landmark_products(const ScoreArgs& a, float* out, Dot&& dot) {
-  constexpr int kAhead = 2 * W;
+  constexpr int kAhead = 32;
   const T* base = static_cast<const T*>(a.landmarks);
-  const int64_t row_bytes = static_cast<int64_t>(a.D) * sizeof(T);
   const T* rows[W];
+  for (int n = a.begin; n < a.end && n < a.begin + kAhead; ++n)
+    prefetch_bytes(base + a.table[n] * a.page_stride, a.fetch_bytes);
   for (int n = a.begin; n < a.end; n += W) {
     const int count = a.end - n < W ? a.end - n : W;
     for (int i = 0; i < W; ++i) {
       rows[i] = base + a.table[n + (i < count ? i : 0)] * a.page_stride;
-      if (n + kAhead + i < a.end) prefetch_bytes(base + a.table[n + kAhead + i] * a.page_stride, row_bytes);
+      if (n + kAhead + i < a.end) prefetch_bytes(base + a.table[n + kAhead + i] * a.page_stride, a.fetch_bytes);
     }
     const F s = dot([&](int i) { return rows[i]; });
     if (count == W) {
