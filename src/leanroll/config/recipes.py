@@ -128,7 +128,7 @@ INERT_RULES = (
         "rl.importance_sampling_mode is 'off'",
     ),
     InertRule(
-        ("adapter.r", "adapter.alpha", "adapter.target_modules", "adapter.dropout", "adapter.path", "rollout.lora"),
+        ("adapter.r", "adapter.alpha", "adapter.target_modules", "adapter.dropout", "adapter.path"),
         lambda c: c.adapter.type == "none",
         "adapter.type is 'none'",
     ),

@@ -170,8 +170,3 @@ class RolloutConfig(Section):
     kv_dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="Type of the KV cache. None: the model's."
     )
-    lora: Literal["unmerged", "merged"] = Field(
-        "unmerged",
-        description="unmerged: rollouts run the very policy that is trained; merged: adapter added to the weights in float32 "
-        "before rounding, faster, and the small mismatch this causes is measured and corrected like that of sparsity.",
-    )

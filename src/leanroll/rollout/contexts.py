@@ -45,7 +45,8 @@ class PrefillContext:
     ) -> None:
         self._segments, self._pool, self._backend, self._scorer = segments, pool, backend, scorer
         size, device = pool.page_size, pool.k.device
-        slots, filled = [], []
+        slots: list[Tensor] = []
+        filled: list[int] = []
         for s in segments:
             position = torch.arange(s.start, s.start + s.count)
             pages = torch.as_tensor(s.pages)

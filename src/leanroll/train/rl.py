@@ -308,8 +308,6 @@ class Trainer:
 
 
 def _check(config: RLConfig) -> None:
-    if config.rollout.lora == "merged":
-        raise ConfigError("rollout.lora is 'merged', which the engine cannot do yet; use 'unmerged'.")
     if config.eval.num_prompts and config.eval.split != "eval":
         raise ConfigError(f"eval.split is {config.eval.split!r}; training evaluates on the task's split 'eval'.")
 
