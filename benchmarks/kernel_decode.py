@@ -128,9 +128,9 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         batch: dict[str, list[float]] = {name: [] for name in times}
         batch["read"].append(timed(lambda: native().read_sum(buffer.data_ptr(), buffer.numel(), args.threads)))
-        for i, layer in enumerate(case.layers):
+        for i in range(args.layers):
             batch["dense"].append(timed(lambda i=i: case.step(backend, i, sparse=False)))
-        for i, layer in enumerate(case.layers):
+        for i in range(args.layers):
             batch["sparse"].append(timed(lambda i=i: case.step(backend, i, sparse=True)))
         buffer[::16].sum()  # another pass over memory: the selected pages leave the caches
         for i, layer in enumerate(case.layers):

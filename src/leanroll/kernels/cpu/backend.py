@@ -109,11 +109,15 @@ class CpuBackend:
         if selected_out is not None:
             width = selected_out.shape[-1]
             pages = check(selected_out, "selected_out", (*shape[:2], width), torch.int32)
-        self._native.decode_layer(
+        arguments = (
             _layer(layer, landmarks=scorer is not None), _batch(batch, q, layer), dtype_code(q, "q"), q.data_ptr(),
             check(k, "k", shape, q.dtype), check(v, "v", shape, q.dtype), _scorer_kind(scorer), scale, softcap, window, pages,
             width, out.data_ptr(), _threads(),
         )  # fmt: skip
+        try:
+            self._native.decode_layer(*arguments)
+        except ValueError as error:  # selected_out is too narrow; C++ knows the width and says so
+            raise UserError(str(error)) from error
         return out
 
     def sample_rows(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "kernels.h"
@@ -290,7 +291,9 @@ void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const voi
   int32_t* selected = nullptr;
   if (sparse) {
     const int needed = selection_width(batch);
-    if (selected_out && width < needed) throw std::invalid_argument("selected_out is narrower than the selection");
+    if (selected_out && width < needed) 
+      throw std::invalid_argument("selected_out holds " + std::to_string(width) + " pages per head; expected at least " +
+                                  std::to_string(needed) + ", what this batch selects.");
     if (!selected_out) width = needed;
     selected = selected_out ? selected_out
                             : static_cast<int32_t*>(scratch(kSelection, 4ll * batch.B * batch.Hk * std::max(width, 1)));
