@@ -235,7 +235,8 @@ class Batcher:
             first_pages=self.schedule.first_pages,
             last_pages=self.schedule.last_pages,
         )
-        recorded = self._record_buffers(lengths, budgets) if self.sampling.record_pages else None
+        records = self.sampling.record_pages and self.sparse_layers  # a dense engine selects nothing
+        recorded = self._record_buffers(lengths, budgets) if records else None
         context = DecodeContext(batch, self.pool.layers, self.backend, self.scorer, recorded)
         hidden = self.policy.hidden(
             torch.as_tensor([[s.token_ids[-1]] for s in running], device=self._device),

@@ -183,6 +183,12 @@ def test_recorded_pages_are_a_valid_selection(policy):
             assert {0, num_pages - 2, num_pages - 1} <= set(row.tolist())
 
 
+def test_a_dense_engine_records_no_pages(policy):
+    sampling = SamplingParams(max_completion_length=4, record_pages=True)
+    dense = engine(policy, BudgetSchedule.dense(8))
+    assert dense.generate(prompts(9), sampling, 1)[0].rollouts[0].pages.size == 0
+
+
 def test_top_logprobs_contain_the_greedy_token(policy):
     sampling = SamplingParams(max_completion_length=5, temperature=0.0, num_top_logprobs=4)
     rollout = engine(policy).generate(prompts(11), sampling, 1)[0].rollouts[0]
