@@ -30,8 +30,11 @@ from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.15}
-"""Largest difference of a log-prob: fp32 up to the order of sums, bf16 up to its 8 bits in 30 layers."""
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.05}
+"""Largest difference of a log-prob that is always accepted."""
+ROUNDING = 2.0
+"""Sparse decoding may differ from its re-scoring by this many times what dense decoding differs from dense re-scoring: in bf16 the
+30 layers of the two ways round differently, whatever the attention."""
 SHORT_CONTEXT, SHORT_TOKENS, SHORT_PAGES = 600, 24, 12
 NEVER_REACHED = 2**20  # a finite budget, so that the engine takes its sparse path
 
@@ -77,6 +80,15 @@ def largest_difference(a: list[RolloutGroup], b: list[RolloutGroup]) -> float:
     return worst
 
 
+def rescoring_difference(policy: Policy, groups: list[RolloutGroup], plan: SparsePlan | None) -> float:
+    """Largest difference between the log-probs of decoding and those of scoring the same tokens in parallel."""
+    scores = score(policy, groups, temperature=1.0, max_tokens=2 * SHORT_CONTEXT, plan=plan, with_entropy=False)
+    return max(
+        (torch.tensor(group.rollouts[0].logprobs) - again).abs().max().item()
+        for group, again in zip(groups, scores.logprobs, strict=True)
+    )
+
+
 def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[str, float]:
     """Run I1 and I2 on short prompts in fp32 and bf16; exit with 1 on a difference above the tolerance."""
     found: dict[str, float] = {}
@@ -87,23 +99,23 @@ def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[s
         sampling = SamplingParams(max_completion_length=SHORT_TOKENS, ignore_stop=True, record_pages=True)
         run = partial(RolloutEngine.generate, prompts=prompts, sampling=sampling, num_samples=1)
         engine = partial(make_engine, policy, batch=2, page_size=page_size, kernel=kernel)
+        rescored = partial(rescoring_difference, policy)
         dense = run(engine(Variant()))
+        dense_difference = rescored(dense, None)
         kind = str(dtype).removeprefix("torch.")
+        found[f"{kind} dense: decoding against parallel re-scoring"] = dense_difference
         for scorer in scorers:
             full = run(engine(Variant(NEVER_REACHED, scorer)))
             same = [g.rollouts[0].token_ids for g in full] == [g.rollouts[0].token_ids for g in dense]
             variant = Variant(SHORT_PAGES, scorer)
             sparse = run(engine(variant))
             plan = SparsePlan.of(policy.spec, variant.schedule(page_size), kv_dtype=dtype, recorded=True)
-            scores = score(policy, sparse, temperature=1.0, max_tokens=2 * SHORT_CONTEXT, plan=plan, with_entropy=False)
-            rescored = max(
-                (torch.tensor(group.rollouts[0].logprobs) - again).abs().max().item()
-                for group, again in zip(sparse, scores.logprobs, strict=True)
-            )
-            found[f"{kind} {scorer}: full budget against dense"] = largest_difference(full, dense)
-            found[f"{kind} {scorer}: decoding against parallel re-scoring"] = rescored
+            full_difference, sparse_difference = largest_difference(full, dense), rescored(sparse, plan)
+            found[f"{kind} {scorer}: full budget against dense"] = full_difference
+            found[f"{kind} {scorer}: decoding against parallel re-scoring"] = sparse_difference
             failed |= dtype == torch.float32 and not same
-            failed |= max(largest_difference(full, dense), rescored) > TOLERANCE[dtype]
+            failed |= full_difference > TOLERANCE[dtype]
+            failed |= sparse_difference > max(TOLERANCE[dtype], ROUNDING * dense_difference)
     for name, value in found.items():
         progress(f"largest log-prob difference, {name}: {value:.2e}")
     if failed:
