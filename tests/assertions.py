@@ -25,13 +25,17 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 _FLOOR = 1e-7  # scale of a tensor of zeros: anything smaller counts as zero
 
 
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, name: str = "tensor") -> None:
+def assert_close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, name: str = "tensor", scale: float = 0.0
+) -> None:
     """Assert equality up to the documented tolerance of a dtype.
 
     Args:
         actual, expected: same shape. Infinities must stand at the same places with the same sign; NaN is never close.
         dtype: the dtype whose rounding is to be expected, by default that of `actual`.
         name: what is compared, for the message.
+        scale: size of the terms that the values are sums of. Sums cancel, and their error is relative to the terms: a value
+            that happens to be near zero is not wrong for it. The bounds are relative to at least this.
     """
     assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if actual.numel() == 0:
@@ -45,9 +49,9 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = N
     a, e = a[~infinite], e[~infinite]
     if a.numel() == 0:
         return
-    error = a - e
-    rms = float(error.square().mean().sqrt() / e.square().mean().sqrt().clamp_min(_FLOOR))
-    largest = float(error.abs().max() / e.abs().max().clamp_min(_FLOOR))
+    error, floor = a - e, max(scale, _FLOOR)
+    rms = float(error.square().mean().sqrt() / e.square().mean().sqrt().clamp_min(floor))
+    largest = float(error.abs().max() / e.abs().max().clamp_min(floor))
     close = rms <= rms_bound and largest <= max_bound
     assert close, (
         f"{name}: relative RMS error {rms:.2e} (bound {rms_bound:.0e}), maximum {largest:.2e} (bound {max_bound:.0e}), "

@@ -122,13 +122,10 @@ class Case:
         assert self.layer.landmarks is not None
         return PagedLayer(self.layer.k.clone(), self.layer.v.clone(), self.layer.landmarks.clone())
 
-    def beside_terms(self, scores: Tensor) -> Tensor:
-        """Scores and one more entry, the size of the terms they are sums of.
-
-        Products cancel, so their error is relative to the terms and not to a sum that happens to be near zero.
-        """
-        size = self.q.float().norm(dim=-1).mean() * self.shape.head_dim**0.5 / self.shape.page_size**0.5
-        return torch.cat((scores.flatten(), size[None]))
+    @property
+    def score_scale(self) -> float:
+        """Size of a query times that of a mean key: what a page score is made of."""
+        return float(self.q.float().norm(dim=-1).mean()) * (self.shape.head_dim / self.shape.page_size) ** 0.5
 
     def sequence(self, b: int) -> tuple[DecodeBatch, slice]:
         """Sequence b as a batch of its own, and its slice of q, k and v."""

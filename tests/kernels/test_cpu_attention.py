@@ -42,7 +42,7 @@ def test_scores(shape: Shape) -> None:
     case = Case(shape)
     arguments = (case.q, case.layer, case.batch, case.scorer)
     actual, expected = CpuBackend().score_pages(*arguments), REFERENCE.score_pages(*arguments)
-    assert_close(case.beside_terms(actual), case.beside_terms(expected))
+    assert_close(actual, expected, scale=case.score_scale)
 
 
 @EXAMPLES
@@ -78,7 +78,7 @@ def test_fused_step(shape: Shape) -> None:
         # Rounding may swap pages of equal score: compare the scores of what was chosen, then attend over the same pages.
         scores = REFERENCE.score_pages(case.q, expected_layer, case.batch, scorer)
         chosen, expected_chosen = chosen_scores(scores, selected), chosen_scores(scores, expected_selected)
-        assert_close(case.beside_terms(chosen), case.beside_terms(expected_chosen), shape.kv_dtype)
+        assert_close(chosen, expected_chosen, shape.kv_dtype, scale=case.score_scale)
         expected = REFERENCE.decode_attention(
             case.q, expected_layer, case.batch, selected, case.scale, shape.softcap, window
         )
