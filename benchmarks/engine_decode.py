@@ -64,8 +64,15 @@ def as_prompts(token_ids: list[list[int]]) -> list[Prompt]:
 def make_engine(
     policy: Policy, variant: Variant, batch: int, *, page_size: int = 16, kernel: str = "auto"
 ) -> RolloutEngine:
-    """An engine with room for the batch; the pool takes only what the prompts need."""
-    return RolloutEngine(policy, variant.schedule(page_size), kv_memory_gib=16.0, max_batch_size=batch, kernel=kernel)
+    """An engine with room for the batch; the pool takes only what the prompts need. A prompt is prefilled in one forward."""
+    return RolloutEngine(
+        policy,
+        variant.schedule(page_size),
+        kv_memory_gib=16.0,
+        max_batch_size=batch,
+        kernel=kernel,
+        prefill_tokens=policy.spec.max_position,
+    )
 
 
 def largest_difference(a: list[RolloutGroup], b: list[RolloutGroup]) -> float:
