@@ -85,8 +85,14 @@ inline void dot_block(const DotArgs& a, int n, int m) {
       }
     }
   }
-  for (int i = 0; i < M; ++i)
-    for (int r = 0; r < R; ++r) a.y[(m + i) * a.y_stride_m + n + r - a.begin] = hsum(acc[r][i]);
+  // W sums at a time; each is added up in the same order wherever it stands among them.
+  F sums[(R * M + W - 1) / W * W];
+  for (int j = 0; j < (R * M + W - 1) / W * W; ++j) sums[j] = j < R * M ? acc[j / M][j % M] : zero();
+  for (int j = 0; j < R * M; j += W) {
+    float lanes[W];
+    store(lanes, reduce_rows(sums + j));
+    for (int i = j; i < R * M && i < j + W; ++i) a.y[(m + i % M) * a.y_stride_m + n + i / M - a.begin] = lanes[i - j];
+  }
 }
 
 template <class T, int R>
