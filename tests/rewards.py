@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from typing import Any
+
+import numpy as np
+import torch
 
 
 def share_of_liked_ids(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -15,6 +19,27 @@ def share_of_liked_ids(completion_ids: list[list[int]], **columns: Any) -> list[
 def constant(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Every group has zero variance."""
     return [1.0] * len(completion_ids)
+
+
+def noisy(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Draws from the global generators, all three."""
+    return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completion_ids]
+
+
+class FailAt:
+    """`noisy` that raises once at the n-th call, after it has drawn."""
+
+    calls = 0
+    at = 0
+
+
+def noisy_and_failing(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """See `FailAt`."""
+    values = noisy(completion_ids)
+    FailAt.calls += 1
+    if FailAt.calls == FailAt.at:
+        raise RuntimeError("out of order")
+    return values
 
 
 class InterruptOnce:

@@ -156,8 +156,9 @@ class RunDir:
     def truncate_after(self, step: int) -> None:
         """Forget everything later than `step`, for resuming from that step's checkpoint.
 
-        Metrics are rewritten atomically, a half-written last line (killed while appending) is dropped. Rollouts,
-        evaluations and diagnoses of later steps are removed; checkpoints are the trainer's.
+        Metrics are rewritten atomically, a half-written last line (killed while appending) is dropped. Rollouts and
+        evaluations of later steps are removed, and temporary files that a kill left. Diagnoses stay: they say why a run
+        stopped. Checkpoints are the trainer's.
         """
         if self.metrics_path.exists():
             kept: list[str] = []
@@ -170,6 +171,9 @@ class RunDir:
             for other in later:
                 if other > step:
                     path_of(other).unlink()
+        for folder in (self.path, self.path / ROLLOUTS, self.path / EVAL, self.path / DIAGNOSIS):
+            for left in folder.glob(".*.tmp"):
+                left.unlink()
 
 
 def step_name(step: int) -> str:

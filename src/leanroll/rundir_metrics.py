@@ -28,7 +28,7 @@ SCHEMA: dict[str, Metric] = {
     "completions": Metric("count", "Completions sampled in the step, resampled ones included."),
     "prompts": Metric("count", "Prompts sampled in the step, resampled ones included."),
     "generated_tokens": Metric("tokens", "Tokens generated in the step."),
-    "trained_tokens": Metric("tokens", "Tokens that entered the loss, counted once."),
+    "trained_tokens": Metric("tokens", "Tokens that entered the loss (masked ones did not), counted once."),
     "trained_groups": Metric("count", "Groups that entered the loss."),
     "updates": Metric("count", "Optimizer updates in the step."),
     # reward
@@ -57,7 +57,9 @@ SCHEMA: dict[str, Metric] = {
     "clip_share/high": Metric("share", "Tokens whose policy ratio was clipped at 1 + epsilon_high."),
     "clip_share/dual": Metric("share", "Tokens whose policy ratio was clipped at delta."),
     "policy_ratio/mean": Metric("1", "Mean of pi_theta / p_old."),
-    "approx_kl": Metric("nats", "Mean estimated KL of the updated policy to the one that scored the rollouts."),
+    "approx_kl": Metric(
+        "nats", "Mean estimated KL(old ‖ new) of the policy at the start of the step to the one being updated."
+    ),
     "grad_norm": Metric("1", "Norm of the gradient before clipping, mean over updates."),
     "learning_rate": Metric("1", "Learning rate of the step's last update."),
     # correction: ratio = p_old / q_sampler
@@ -74,14 +76,18 @@ SCHEMA: dict[str, Metric] = {
     "sequence_log_ratio/p01": Metric("nats", "1st percentile of the log ratio summed over a completion."),
     "sequence_log_ratio/p50": Metric("nats", "Median of the log ratio summed over a completion."),
     "sequence_log_ratio/p99": Metric("nats", "99th percentile of the log ratio summed over a completion."),
-    "is_clipped_share": Metric("share", "Tokens whose correction weight was capped or masked."),
+    "is_clipped_share": Metric(
+        "share", "Tokens whose correction weight was capped or masked (would have been, with mode off)."
+    ),
     "sampler_kl": Metric("nats", "Mean estimated KL of the sampler to the policy per token."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),
     "alpha/share_above_0999": Metric("share", "Tokens with an exact acceptance rate above 0.999."),
     "alpha/tokens": Metric("tokens", "Tokens measured."),
-    "alpha/page_flip_share": Metric("share", "Pages that re-scoring selects and the rollout did not."),
+    "alpha/paper_p05": Metric(
+        "1", "5th percentile of the paper's measure: min(p, q) summed over ids in both top lists."
+    ),
     "alpha/paper_p05_low": Metric("1", "5th percentile of the lower bound from the sampler's top log-probs."),
     "alpha/paper_p05_high": Metric("1", "5th percentile of the upper bound from the sampler's top log-probs."),
     "alpha/bin_<start>/p05": Metric("1", "5th percentile of acceptance for total lengths from <start> tokens."),
@@ -90,12 +96,19 @@ SCHEMA: dict[str, Metric] = {
     "alpha/bin_<start>/tokens": Metric("tokens", "Tokens measured for total lengths from <start> tokens."),
     # evaluation
     "eval/reward/mean": Metric("reward", "Held-out mean total reward."),
-    "eval/<name>": Metric("1", "Held-out result, named as in the evaluation file."),
-    "eval/reward/<name>": Metric("reward", "Held-out mean of one reward, or of one kind of prompt."),
+    "eval/reward/<name>": Metric("reward", "Held-out mean of one reward, before its weight."),
+    "eval/low_95": Metric("reward", "Lower end of the 95 % bootstrap interval of eval/reward/mean."),
+    "eval/high_95": Metric("reward", "Upper end of the 95 % bootstrap interval of eval/reward/mean."),
+    "eval/mean_length": Metric("tokens", "Mean length of held-out completions."),
+    "eval/truncated_share": Metric("share", "Held-out completions cut at their length limit."),
+    "eval/missing": Metric(
+        "count", "Held-out completions without a reward: failed rollouts, and reward errors under `drop`."
+    ),
     # cost
     "tokens_per_second": Metric("tokens/s", "Generated tokens per second of rollout."),
     "time/<phase>_s": Metric(
-        "s", "Wall time of a phase: rollout, reward, score, update, measure, eval, checkpoint, step."
+        "s",
+        "Wall time of a phase: load, rollout, reward, score, update, measure, eval, checkpoint (the last step's); step: their sum.",
     ),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of the main process so far."),
     "memory/peak_device_gib": Metric("GiB", "Largest memory allocated on the accelerator so far."),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from leanroll.errors import ConfigError, ResumeError, TrainingDiverged
+from leanroll.errors import ConfigError, ResumeError, RewardError, TrainingDiverged
 from leanroll.losses import policy as policy_loss_module
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
@@ -55,6 +56,9 @@ def test_learns_and_leaves_a_complete_run(model: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in records] == list(range(9))
     assert [r["step"] for r in records if "eval/reward/mean" in r] == [0, 4, 8]
     assert [r["step"] for r in records if "alpha/p05" in r] == [1, 3, 5, 7]
+    assert records[0]["time/load_s"] > 0
+    assert records[8]["eval/reward/share_of_liked_ids"] == records[8]["eval/reward/mean"]
+    assert records[8]["eval/missing"] == 0
     assert all(0 < r["kv_share_read"] < 1 for r in records[1:])
     assert all(r["updates"] == 1 for r in records[1:])
     assert {"time/rollout_s", "time/reward_s", "time/update_s", "time/step_s"} <= records[1].keys()
@@ -100,7 +104,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "train__gradient_checkpointing": True,
         "optimizer__scheduler": "cosine",
         "optimizer__warmup_steps": 1,
+        "rollout__stop_strings": list("abcdefghijklmnopqrstuvwxyz"),  # so that not every completion is cut
         "rl__mask_truncated_completions": True,
+        "measure__num_top_logprobs": 5,
     },
 }
 
@@ -116,6 +122,12 @@ def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     if "rl__beta" in changes:
         assert records[1]["kl_to_ref"] >= 0
         assert last["kl_to_ref"] > 0, "the policy has moved away from the reference"
+    if "rl__delta" in changes:
+        assert last["clip_share/dual"] >= 0
+    if "rl__mask_truncated_completions" in changes:
+        assert 0 < records[1]["truncated_share"] < 1
+        assert 0 < records[1]["trained_tokens"] < records[1]["generated_tokens"]
+        assert 0 < records[1]["alpha/paper_p05"] <= records[1]["alpha/paper_p05_low"] <= records[1]["alpha/paper_p05_high"]
     if changes.get("rl__num_iterations", 1) > 1:
         assert last["approx_kl"] > 0
     if changes.get("adapter__type") == "none":
@@ -174,6 +186,83 @@ def test_ctrl_c_saves_and_resume_equals_no_interruption(model: Path, tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_rewards_that_draw_and_fail_resume_exactly(model: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 2 is written when step 3 has already drawn numbers."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    changes: dict[str, Any] = {
+        "task__rewards": reward("noisy_and_failing"), "train__steps": 4, "train__save_every": 0,
+        "eval__num_prompts": 0, "eval__num_samples": None,
+    }  # fmt: skip
+    rl.run(tiny_recipe(model, straight, **changes), quiet=True)
+    loaded = _loaded_rewards()
+    loaded.FailAt.calls, loaded.FailAt.at = 0, 3
+    with pytest.raises(RewardError, match="out of order"):
+        rl.run(tiny_recipe(model, broken, **changes), quiet=True)
+    assert json.loads((broken / "checkpoints" / "latest" / "state.json").read_text())["step"] == 2
+    (broken / "checkpoints" / "latest").unlink()  # as a copy without links has it
+    rl.run(tiny_recipe(model, broken, **changes), resume=True, quiet=True)
+    assert metrics(broken) == metrics(straight)
+    ours, theirs = (trainer_state(run)["optimizer"]["masters"] for run in (broken, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_restore_keeps_generator_states_off_the_device(tmp_path: Path) -> None:
+    """torch restores them from the CPU only, wherever the model is."""
+
+    def write(folder: Path) -> None:
+        state = {"optimizer": {}, "random": rl.ckpt.random_state(), "num_updates": 1, "policy_version": 1}
+        torch.save(state, folder / "trainer.pt")
+
+    store = rl.ckpt.Checkpoints(tmp_path, keep=0)
+    store.save(1, write, {})
+    saved = torch.get_rng_state()
+    torch.rand(3)
+    trainer = mock.Mock(policy=mock.Mock(device=torch.device("meta")))  # stands in for a GPU
+    assert rl.Trainer._restore(trainer, store) == 1
+    assert torch.equal(torch.get_rng_state(), saved)
+
+
+def test_kl_is_to_the_adapter_that_training_started_from(model: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    rl.run(tiny_recipe(model, first, train__steps=1, optimizer__learning_rate=0.1), quiet=True)
+    adapter = str(first / "checkpoints" / "latest" / "policy")
+    changes = {"adapter__path": adapter, "adapter__r": None, "adapter__alpha": None, "rl__beta": 0.1}
+    rl.run(tiny_recipe(model, second, train__steps=2, **changes), quiet=True)
+    records = metrics(second)
+    assert records[1]["kl_to_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert records[2]["kl_to_ref"] > 1e-4
+
+
+def test_micro_batch_is_checked_before_anything_is_sampled(model: Path, tmp_path: Path) -> None:
+    changes = {"train__micro_batch_tokens": 20, "eval__num_prompts": 0, "eval__num_samples": None}
+    with pytest.raises(ConfigError, match="micro_batch_tokens is 20, but a prompt of"):
+        rl.run(tiny_recipe(model, tmp_path / "run", **changes), quiet=True)
+    assert not list((tmp_path / "run" / "rollouts").iterdir())
+
+
+def test_a_tracker_that_is_not_installed_raises(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl, "get_available_trackers", lambda: ["wandb"])
+    with pytest.raises(ConfigError, match="names tensorboard, which is not installed"):
+        rl.run(tiny_recipe(model, tmp_path / "run", train__trackers=["wandb", "tensorboard"]), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finite_task_runs_out_of_prompts_in_a_step(model: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"say {i}", "answer": "1"}) for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    run = tmp_path / "run"
+    config = tiny_recipe(
+        model, run, task__name="jsonl", task__path=str(tmp_path / "rows.jsonl"), task__params={"eval_size": 4},
+        task__rewards=reward("constant"), rl__prompts_per_step=1, rl__resample_zero_std=2, train__steps=2,
+        eval__num_prompts=0, eval__num_samples=None,
+    )  # fmt: skip
+    summary = rl.run(config, quiet=True)
+    assert [record.get("prompts") for record in metrics(run)[1:]] == [1, 1]
+    assert summary.speed is not None, "with the only prompt there is"
+
+
 def _loaded_rewards() -> Any:
     import sys
 
@@ -219,6 +308,10 @@ def test_bad_gradient_names_the_parameters(model: Path, tmp_path: Path, monkeypa
     assert json.loads((run / "diagnosis" / "step-000001.json").read_text())["parameters_with_bad_gradients"]
 
 
+def _refuse(*_: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_resume_refuses_what_would_change_the_run(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     rl.run(tiny_recipe(model, run, train__steps=1), quiet=True)
@@ -231,6 +324,10 @@ def test_resume_refuses_what_would_change_the_run(model: Path, tmp_path: Path) -
     assert not (tmp_path / "nowhere").exists()
     summary = rl.run(tiny_recipe(model, run, train__steps=2), resume=True, quiet=True)
     assert summary.last_step == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "write_text", _refuse)  # root could write to a read-only folder
+        with pytest.raises(ResumeError, match="cannot be written"):
+            rl.run(tiny_recipe(model, run, train__steps=3), resume=True, quiet=True)
     schedule = model / "schedule.json"
     text = schedule.read_text()
     try:

@@ -111,7 +111,12 @@ def test_truncate_after(run: RunDir) -> None:
     assert run.rollout_steps() == run.eval_steps() == [0, 1, 2]
     run.append_metrics({"step": 3, "loss": 3.0})
     assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
+    for folder in (run.path, run.path / "rollouts"):
+        (folder / ".metrics.jsonl.x1.tmp").write_text("half")  # killed while rewriting
+    write_json(run.diagnosis_path("step-000004.json"), {})
     run.truncate_after(-1)
+    assert run.diagnosis_path("step-000004.json").exists(), "it says why the run stopped"
+    assert not list(run.path.rglob("*.tmp"))
     assert run.read_metrics() == []
     assert run.rollout_steps() == []
 

@@ -59,6 +59,13 @@ class RLConfig(Section):
                 f"optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps = {self.train.steps}; the peak "
                 "learning rate would never be reached"
             )
+        # A completion's last token is predicted, not fed: with a prompt of one token, as many inputs as completion tokens.
+        if rollout.max_completion_length > self.train.micro_batch_tokens:
+            raise ValueError(
+                f"train.micro_batch_tokens is {self.train.micro_batch_tokens}, but a completion can have "
+                f"rollout.max_completion_length = {rollout.max_completion_length} tokens, and its prompt comes on top; a "
+                "micro-batch must hold one sequence"
+            )
         if rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
@@ -127,6 +134,12 @@ INERT_RULES = (
         lambda c: c.rl.importance_sampling_mode == "off",
         "rl.importance_sampling_mode is 'off'",
     ),
+    InertRule(("rl.use_bias_correction_kl",), lambda c: c.rl.beta == 0, "rl.beta is 0 (no KL)"),
+    InertRule(
+        ("task.reward_timeout_s",),
+        lambda c: c.task.reward_workers == 0,
+        "task.reward_workers is 0 (in the main process, where time limits do not apply)",
+    ),
     InertRule(
         ("adapter.r", "adapter.alpha", "adapter.target_modules", "adapter.dropout", "adapter.path"),
         lambda c: c.adapter.type == "none",
@@ -138,7 +151,7 @@ INERT_RULES = (
         "adapter.path continues an adapter that has its own",
     ),
     InertRule(
-        ("measure.alpha_trajectories", "measure.bin_tokens"),
+        ("measure.alpha_trajectories", "measure.bin_tokens", "measure.num_top_logprobs"),
         lambda c: c.measure.alpha_every == 0,
         "measure.alpha_every is 0 (never measured)",
     ),

@@ -21,7 +21,8 @@ FREE_ON_RESUME = frozenset(
         "task.reward_workers",
     }
 )
-"""Options that may change when a run is resumed: they change no token and no gradient."""
+"""Options that may change when a run is resumed: they enter no formula. (kv_memory_gib can change which sequences are decoded
+together, so in bfloat16 a token may differ by rounding.)"""
 
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 

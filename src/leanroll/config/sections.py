@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from leanroll.config.base import Float, Int, Section
 
+RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max"})
+"""What metrics.jsonl calls the statistics of the total reward, `reward/mean` and so on."""
+
 
 class ModelConfig(Section):
     """[model]: the policy. Code from a model repository is never executed."""
@@ -127,6 +130,12 @@ class TaskConfig(Section):
         if self.few_shot and self.few_shot_file is not None:
             raise ValueError("few_shot and few_shot_file are both set; keep one of them")
         labels = [reward.label for reward in self.rewards]
+        taken = sorted(set(labels) & RESERVED_REWARD_NAMES)
+        if taken:
+            raise ValueError(
+                f"rewards named {taken} would be logged over the statistics of the total (reward/{taken[0]}); give them "
+                "another `name`"
+            )
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
             raise ValueError(

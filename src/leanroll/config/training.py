@@ -34,6 +34,11 @@ class AlgorithmConfig(Section):
         description="Dual clip: bound on the ratio where the advantage is negative; above 1 + epsilon_high. None: off.",
     )
     beta: Float = Field(0.0, ge=0, description="Weight of the KL to the starting policy. 0: no reference is kept.")
+    use_bias_correction_kl: Bool = Field(
+        True,
+        description="Multiply the KL estimate by the policy ratio, which makes its gradient that of the reverse KL; false: the "
+        "estimate of the original GRPO.",
+    )
     mask_truncated_completions: Bool = Field(
         False, description="Leave completions that hit max_completion_length out of the loss."
     )
@@ -78,7 +83,8 @@ class OptimizerConfig(Section):
         1.0, ge=0, description="Gradients are scaled down to this global norm. 0: no clipping."
     )
     scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up: constant, or down to 0 at the last step."
+        "constant",
+        description="Learning rate after the warm-up: constant, or falling towards 0, reached one step after the last.",
     )
     warmup_steps: Int = Field(0, ge=0, description="Steps of linear warm-up from 0. 0: none.")
 

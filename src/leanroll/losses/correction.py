@@ -17,15 +17,13 @@ from leanroll.errors import ConfigError
 
 ImportanceMode = Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """weights: [R], without gradient; None when the mode is `off`. stats: numbers to log, see `correction`."""
+    """weights: [R], without gradient; None when the mode is `off`. clipped: bool [R], see `correction`."""
 
     weights: Tensor | None
-    stats: dict[str, float]
+    clipped: Tensor
 
 
 @torch.no_grad()
@@ -39,7 +37,7 @@ def correction(
     floor: float | None = None,
     mask: Tensor | None = None,
 ) -> Correction:
-    """Weights of R tokens and what they were made from.
+    """Weights of R tokens.
 
     token_truncate: min(ratio, cap) per token (and at least `floor`). token_mask: the ratio, 0 where it is above the cap or
     below the floor. sequence_*: the same with the product of a sequence's token ratios, which all its tokens get.
@@ -50,10 +48,8 @@ def correction(
         cap: largest ratio. floor: smallest ratio, None for none.
 
     Returns:
-        weights, and stats over unmasked tokens, whatever the mode:
-        `log_ratio_q00` … `log_ratio_q100`: quantiles of log p_old - log q, untruncated; `log_ratio_abs_mean`; `kl_sampler`: the k3
-        estimate of KL(q ‖ p_old), mean over tokens; `clipped_share`: tokens (sequences, in sequence modes) whose ratio is outside
-        [floor, cap], with mode `off` as if it were token_truncate; `weight_mean`: mean weight over tokens.
+        weights, and the tokens whose ratio (their sequence's, in sequence modes) is outside [floor, cap]; with mode `off` those
+        that token_truncate would have capped. Both mean nothing where the mask is False.
 
     Raises:
         ConfigError: unknown mode, or a cap that is not positive or not above the floor.
@@ -70,9 +66,8 @@ def correction(
     keep = torch.ones_like(sample_ids, dtype=torch.bool) if mask is None else mask.bool()
     log_ratio = (old_logprobs.detach() - sampler_logprobs.detach()).float()
     log_ratio = log_ratio.masked_fill(~keep, 0.0)
-    by_sequence = mode.startswith("sequence")
-    num_samples = int(sample_ids.max()) + 1 if sample_ids.numel() else 0
-    if by_sequence:
+    if mode.startswith("sequence"):
+        num_samples = int(sample_ids.max()) + 1 if sample_ids.numel() else 0
         totals = log_ratio.new_zeros(num_samples).index_add_(0, sample_ids, log_ratio)
         ratio = totals.exp()[sample_ids]
     else:
@@ -83,27 +78,4 @@ def correction(
         weights = ratio.clamp(min=low, max=cap)
     elif mode.endswith("mask"):
         weights = ratio.masked_fill(outside, 0.0)
-    return Correction(weights, _stats(log_ratio, outside, weights, keep, sample_ids, by_sequence))
-
-
-def _stats(
-    log_ratio: Tensor, outside: Tensor, weights: Tensor | None, keep: Tensor, sample_ids: Tensor, by_sequence: bool
-) -> dict[str, float]:
-    kept = log_ratio[keep].double()
-    if kept.numel() == 0:
-        return {}
-    ordered = kept.sort().values
-    # Nearest-rank quantiles: torch.quantile refuses more than 16 million values.
-    stats = {
-        f"log_ratio_q{round(100 * level):02d}": float(ordered[round(level * (ordered.numel() - 1))])
-        for level in QUANTILES
-    }
-    stats["log_ratio_abs_mean"] = float(kept.abs().mean())
-    stats["kl_sampler"] = float((kept.exp() - kept - 1.0).mean())
-    if by_sequence:
-        clipped = torch.unique(sample_ids[keep & outside]).numel() / torch.unique(sample_ids[keep]).numel()
-    else:
-        clipped = float(outside[keep].double().mean())
-    stats["clipped_share"] = clipped
-    stats["weight_mean"] = 1.0 if weights is None else float(weights[keep].double().mean())
-    return stats
+    return Correction(weights, outside)

@@ -123,7 +123,8 @@ def policy_loss(
 
     Returns:
         The loss (a sum: add those of the micro-batches) and sums over unmasked tokens of this micro-batch, without gradient:
-        num_tokens, clipped_low, clipped_high (tokens outside the trust region on the side their advantage pushes to), ratio,
+        num_tokens, clipped_low, clipped_high (tokens outside the trust region on the side their advantage pushes to), clipped_dual
+        (tokens bounded by delta, where it is set), ratio,
         kl_old (k3 estimate of KL(old ‖ now)), kl_ref and entropy where known, and policy_loss, kl_loss: the two parts of the loss.
 
     Raises:
@@ -138,6 +139,9 @@ def policy_loss(
     keep = torch.ones_like(logprobs) if mask is None else mask.to(logprobs.dtype)
     advantage = advantages.to(logprobs)[sample_ids]
     log_ratio = logprobs - old_logprobs
+    if mask is not None:
+        # Before exp: a ratio that overflows in a token that does not count must not make 0 · inf.
+        log_ratio = log_ratio.masked_fill(~mask.bool(), 0.0)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -157,10 +161,14 @@ def policy_loss(
             "kl_old": (keep * (ratio - 1.0 - log_ratio)).sum(),
             "policy_loss": policy_part.detach(),
         }
+        if delta is not None:
+            sums["clipped_dual"] = (keep * ((ratio > delta) & (advantage < 0))).sum()
         if entropy is not None:
             sums["entropy"] = (keep * entropy).sum()
     if ref_logprobs is not None:
         distance = ref_logprobs - logprobs
+        if mask is not None:
+            distance = distance.masked_fill(~mask.bool(), 0.0)
         per_token_kl = distance.exp() - distance - 1.0
         if use_bias_correction_kl:
             per_token_kl = per_token_kl * ratio

@@ -203,6 +203,11 @@ def summarise(
     return AcceptanceSummary(overall, tuple(bins))
 
 
+def tail(values: np.ndarray, quantile: float = TAIL_QUANTILE) -> float:
+    """The smallest value that at least a share `quantile` of the values does not exceed."""
+    return _weighted_quantile(np.sort(values), np.ones(len(values), dtype=np.int64), quantile)
+
+
 def _stats(
     values: np.ndarray, owners: np.ndarray, low: int, high: int, settings: tuple[float, float, int, int]
 ) -> AcceptanceStats:
@@ -224,7 +229,7 @@ def _stats(
         num_tokens=len(values),
         num_rollouts=len(rollouts),
         mean=float(values.mean()),
-        tail=float(_weighted_quantile(values, np.ones(len(values), dtype=np.int64), quantile)),
+        tail=tail(values, quantile),
         tail_low=float(tail_low),
         tail_high=float(tail_high),
         share_high=float((values > HIGH_ACCEPTANCE).mean()),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from leanroll.measure.acceptance import TAIL_QUANTILE, AcceptanceStats, acceptance, summarise, top_k_acceptance
+from leanroll.measure.acceptance import AcceptanceStats, acceptance, summarise, tail, top_k_acceptance
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.types import RolloutGroup
@@ -39,8 +39,8 @@ def alpha_metrics(
     bin_tokens: int,
     with_top_logprobs: bool,
 ) -> dict[str, float]:
-    """Exact acceptance, overall and by bins of total length; with_top_logprobs adds the bracket from recorded top
-    log-probs.
+    """Exact acceptance, overall and by bins of total length; with_top_logprobs adds, from recorded top log-probs, bounds
+    on it and the paper's own measure.
 
     Must run before the weights move away from those that sampled. Empty when there is nothing to measure.
     """
@@ -54,9 +54,12 @@ def alpha_metrics(
         metrics |= _metrics(f"alpha/bin_{stats.low}/", stats)
     if with_top_logprobs:
         bounds = top_k_acceptance(policy, groups, temperature=temperature, max_tokens=max_tokens)
-        for name, values in (("low", [b.low for b in bounds]), ("high", [b.high for b in bounds])):
-            later = np.concatenate([v[1:] for v in values])
-            metrics[f"alpha/paper_p05_{name}"] = float(np.quantile(later, TAIL_QUANTILE))
+        for name, values in (
+            ("paper_p05", [b.paper for b in bounds]),
+            ("paper_p05_low", [b.low for b in bounds]),
+            ("paper_p05_high", [b.high for b in bounds]),
+        ):
+            metrics[f"alpha/{name}"] = tail(np.concatenate([v[1:] for v in values]))
     return metrics
 
 

@@ -3,10 +3,11 @@
     checkpoints/step-000012/policy/       HF or peft format: load it with transformers or peft, nothing of ours needed
                             trainer.pt    fp32 masters, optimizer moments, random state: what exact resume needs
                             state.json    step and what identifies the run
-    checkpoints/latest                    symbolic link to the newest complete one
+    checkpoints/latest                    symbolic link to the one in force
 
 A checkpoint is written under a temporary name, flushed to disk and renamed, then `latest` is replaced: a kill at any
-moment leaves the previous one in force.
+moment leaves the previous one in force. Without `latest` (the first checkpoint was just renamed, or the folder was
+copied without links) the newest complete one counts.
 """
 
 from __future__ import annotations
@@ -62,10 +63,20 @@ class Checkpoints:
         return final
 
     def latest(self) -> Path | None:
-        """The checkpoint in force, or None when the run has none yet."""
+        """The checkpoint in force, or None when the run has none yet.
+
+        Raises:
+            ResumeError: `latest` is not a link, or leads to something incomplete.
+        """
         link = self.directory / LATEST
         if not link.is_symlink():
-            return None
+            if link.exists():
+                raise ResumeError(
+                    f"{link} is not a symbolic link (was the run copied with its links followed?); remove it, and the newest "
+                    "checkpoint counts."
+                )
+            complete = [path for path in self._complete() if (path / STATE_FILE).is_file()]
+            return complete[-1] if complete else None
         path = self.directory / os.readlink(link)
         if not (path / STATE_FILE).is_file():
             raise ResumeError(f"{link} points to {path.name}, not a complete checkpoint; point it to one that is.")
@@ -74,18 +85,22 @@ class Checkpoints:
     def drop_newer_than(self, step: int) -> None:
         """Remove temporary directories and checkpoints after `step`, left by a kill."""
         for path in self._complete():
-            if int(path.name.removeprefix(_PREFIX)) > step:
+            if _step(path) > step:
                 shutil.rmtree(path)
         for path in self.directory.glob(f"{_TEMP}{_PREFIX}*"):
             shutil.rmtree(path)
 
     def _complete(self) -> list[Path]:
-        return sorted(p for p in self.directory.glob(f"{_PREFIX}*") if p.is_dir())
+        return sorted((p for p in self.directory.glob(f"{_PREFIX}[0-9]*") if p.is_dir()), key=_step)
 
     def _prune(self) -> None:
         if self.keep:
             for path in self._complete()[: -self.keep]:
                 shutil.rmtree(path)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -95,7 +110,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """State of the global generators. Sampling and data order do not use them; user rewards may."""
+    """State of the global generators. Sampling and data order do not use them; user rewards in the main process may."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -113,9 +128,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])
 
 
 def _sync_tree(root: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from leanroll.config import RLConfig
-from leanroll.errors import RolloutError
+from leanroll.errors import ConfigError, RolloutError
 from leanroll.losses.policy import advantages
 from leanroll.rollout.engine import RolloutEngine, RolloutProgress
 from leanroll.tasks import Task
@@ -20,7 +20,7 @@ from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
 from leanroll.train.setup import PromptEncoder
 from leanroll.train.update import TrainingGroup
-from leanroll.types import RolloutGroup, SamplingParams
+from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class Collector:
 
         Raises:
             RolloutError: no completion of the step could be generated and scored.
+            ConfigError: a prompt with the longest completion does not fit a micro-batch.
         """
         rl = self._config.rl
         training: list[TrainingGroup] = []
@@ -128,11 +129,11 @@ class Collector:
         self, step: int, indices: Sequence[int]
     ) -> tuple[list[RolloutGroup], np.ndarray, dict[str, np.ndarray], int]:
         items = [self._task.train_item(i) for i in indices]
+        prompts = self._encoder.encode(items)
+        _check_lengths(prompts, self._config)
         num = self._config.rl.num_generations
         with self._display.phase("rollout", total=len(items) * num):
-            groups = self._engine.generate(
-                self._encoder.encode(items), self._sampling, num, step=step, progress=self._show
-            )
+            groups = self._engine.generate(prompts, self._sampling, num, step=step, progress=self._show)
         for failure in [f for g in groups for f in g.failures]:
             _LOG.warning("Step %d, prompt %d: %s", step, failure.prompt_index, failure.reason)
         with self._display.phase("reward"):
@@ -156,6 +157,19 @@ class Collector:
         return chosen
 
 
+def _check_lengths(prompts: Sequence[Prompt], config: RLConfig) -> None:
+    """Raise before sampling what a micro-batch could not hold, not after, when a completion first happens to be long."""
+    longest = max((len(p.token_ids) for p in prompts), default=1)
+    # The last token of a completion is predicted, not fed.
+    need = longest + config.rollout.max_completion_length - 1
+    if need > config.train.micro_batch_tokens:
+        raise ConfigError(
+            f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but a prompt of {longest} tokens with "
+            f"rollout.max_completion_length = {config.rollout.max_completion_length} can take {need}; raise the former or "
+            "lower the latter."
+        )
+
+
 def _all_equal(row: np.ndarray) -> bool:
     present = row[np.isfinite(row)]
     return present.size == 0 or float(np.ptp(present)) < _EQUAL
@@ -177,7 +191,6 @@ def _metrics(
         "completions": len(rollouts),
         "generated_tokens": int(lengths.sum()),
         "trained_groups": len(training),
-        "trained_tokens": sum(len(r.token_ids) for g in training for r in g.group.rollouts),
         "reward/mean": float(present.mean()),
         "reward/min": float(present.min()),
         "reward/max": float(present.max()),

@@ -19,6 +19,7 @@ from leanroll.types import Prompt, RolloutGroup, SamplingParams
 TABLE_COLUMNS = ("kind", "seen_kind")
 """Columns of task items that an evaluation is broken down by, where the task has them."""
 
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Rewards of held-out completions.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from leanroll.errors import TrainingDiverged
+from leanroll.errors import LeanrollError
 from leanroll.train.progress import RunDisplay
 
 BatchT = TypeVar("BatchT")
@@ -75,7 +75,8 @@ def run_loop(
     one aborts.
 
     Raises:
-        TrainingDiverged: from the algorithm; the last intact state is saved first when this step had not changed it.
+        LeanrollError: from the algorithm (it diverged, a reward failed, …); the last step's state is saved first when this
+            one had not changed it.
     """
     last = plan.first_step - 1
     saved = last
@@ -84,7 +85,7 @@ def run_loop(
             updates_before = algorithm.num_updates
             try:
                 metrics = algorithm.update(step, algorithm.collect(step))
-            except TrainingDiverged:
+            except LeanrollError:
                 if algorithm.num_updates == updates_before and saved < last:
                     save(last)
                 raise

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 
 from leanroll.config import RLConfig, read_resolved, resume_conflicts, to_dict, to_toml
@@ -87,7 +88,7 @@ def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSu
 
     Raises:
         ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used; nothing has been written.
-        ResumeError: no run there, or its recipe or schedule differs in something that matters.
+        ResumeError: no run there, it cannot be written, or its recipe or schedule differs in something that matters.
         RewardError: a reward failed and task.on_reward_error is "fail".
         TrainingDiverged: a loss or gradient is not finite; see diagnosis/ in the run directory.
     """
@@ -99,10 +100,11 @@ def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSu
     with RunDisplay(config.train.steps, 1, quiet=quiet) as display:
         with display.phase("load"):
             trainer = Trainer(config, schedule, display)
-            with trainer.rewards:
+        with trainer.rewards:
+            with display.phase("load"):
                 trainer.rewards.start()
-                run_dir = previous or _create_run(config, schedule, trainer.policy)
-                summary = trainer.train(run_dir, began)
+            run_dir = previous or _create_run(config, schedule, trainer.policy)
+            summary = trainer.train(run_dir, began)
         display.say(summary.line())
     return summary
 
@@ -113,7 +115,7 @@ class Trainer:
     def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
         _check(config)
         self.config, self.schedule, self.display = config, schedule, display
-        set_seed(config.train.seed % 2**32)  # of the global generators, which user rewards may draw from
+        set_seed(config.train.seed % 2**32)  # of the global generators, which rewards in this process may draw from
         self.policy: Policy = setup.build_policy(
             config.model, config.adapter, training=True, seed=config.train.seed % 2**31
         )
@@ -129,9 +131,7 @@ class Trainer:
         )
         self.eval_items = task.eval_items(config.eval.num_prompts) if config.eval.num_prompts else []
         self.eval_prompts = self.encoder.encode(self.eval_items)
-        self.collector = Collector(
-            config, task, self.encoder, self.engine, self.rewards, self.sampling, display
-        )
+        self.collector = Collector(config, task, self.encoder, self.engine, self.rewards, self.sampling, display)
         self.optimizer = MasterAdamW(
             self.policy.trainable_parameters().items(),
             lr=config.optimizer.learning_rate,
@@ -144,7 +144,10 @@ class Trainer:
             kv_dtype = setup.DTYPES[config.rollout.kv_dtype] if config.rollout.kv_dtype is not None else None
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
         self.accelerator = Accelerator(
-            cpu=self.policy.device.type == "cpu", log_with=list(config.train.trackers) or None, project_dir="."
+            cpu=self.policy.device.type == "cpu",
+            mixed_precision="no",  # whatever the environment says: the engine samples without autocast
+            log_with=list(config.train.trackers) or None,
+            project_dir=".",  # must be named here; `train` puts the run directory in its place
         )
         if self.accelerator.num_processes > 1:
             raise ConfigError(
@@ -153,11 +156,13 @@ class Trainer:
             )
         self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
         self._reference: Policy | None = None
-        if config.rl.beta > 0 and not self.policy.has_adapter:
+        if config.rl.beta > 0 and (not self.policy.has_adapter or config.adapter.path is not None):
+            # Without its adapter the policy is where a new adapter starts, but not where a loaded one does.
             self._reference = setup.build_policy(config.model, config.adapter, training=True)
             self._reference.model.requires_grad_(False)
         self._updater: PolicyUpdater | None = None
         self._run: RunDir | None = None
+        self._random: dict[str, Any] = {}
 
     # -- Algorithm ----------------------------------------------------------------------------------------------------
 
@@ -222,8 +227,9 @@ class Trainer:
             )
         record = result.to_json()
         self.run.write_eval(step, record)
-        metrics = {"eval/reward/mean": record["mean_reward"], "eval/truncated_share": record["truncated_share"]}
-        for key in ("low_95", "high_95", "mean_length"):
+        metrics = {f"eval/reward/{name}": value for name, value in record["rewards"].items()}
+        metrics["eval/reward/mean"] = record["mean_reward"]
+        for key in ("low_95", "high_95", "mean_length", "truncated_share", "missing"):
             metrics[f"eval/{key}"] = record[key]
         return metrics
 
@@ -239,6 +245,7 @@ class Trainer:
         checkpoints = ckpt.Checkpoints(run.path / CHECKPOINTS, config.train.keep_checkpoints)
         done = self._restore(checkpoints)
         if config.train.trackers:
+            self.accelerator.project_configuration.logging_dir = str(run.path)
             self.accelerator.init_trackers(config.name, config={"recipe": to_toml(config)})
         if done < 0:
             self._log(0, self.evaluate(0) | _timings(display))
@@ -259,6 +266,8 @@ class Trainer:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.append_metrics({"step": step, **metrics})
+        # A checkpoint of this step may only be written when the next one fails, after its rewards have drawn numbers.
+        self._random = ckpt.random_state()
         if self.config.train.trackers:
             self.accelerator.log(dict(metrics), step=step)
 
@@ -267,7 +276,7 @@ class Trainer:
             self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
             state = {
                 "optimizer": self.optimizer.state_dict(),
-                "random": ckpt.random_state(),
+                "random": self._random,
                 "num_updates": self.num_updates,
                 "policy_version": self.policy.version,
             }
@@ -285,16 +294,20 @@ class Trainer:
         if latest is None:
             return -1
         state: dict[str, Any] = torch.load(
-            latest / ckpt.TRAINER_FILE, map_location=self.policy.device, weights_only=True
+            latest / ckpt.TRAINER_FILE,
+            map_location="cpu",  # generators' states must be there; the rest is copied to where the weights are
+            weights_only=True,
         )
         self.optimizer.load_state_dict(state["optimizer"])
-        ckpt.set_random_state(state["random"])
+        self._random = state["random"]
+        ckpt.set_random_state(self._random)
         self.updater.num_updates = state["num_updates"]
         self.policy.version = state["policy_version"]
         return step
 
     def _speed(self) -> Speed:
-        prompts = self.eval_prompts or self.encoder.encode([self.task.train_item(i) for i in range(2)])
+        some = min(2, 2 if self.task.num_train is None else self.task.num_train)
+        prompts = self.eval_prompts or self.encoder.encode([self.task.train_item(i) for i in range(some)])
         with self.display.phase("speed"):
             return compare_speed(
                 self.policy,
@@ -310,6 +323,13 @@ class Trainer:
 def _check(config: RLConfig) -> None:
     if config.eval.num_prompts and config.eval.split != "eval":
         raise ConfigError(f"eval.split is {config.eval.split!r}; training evaluates on the task's split 'eval'.")
+    available = {str(tracker) for tracker in get_available_trackers()}
+    missing = [name for name in config.train.trackers if name not in available]
+    if missing:
+        raise ConfigError(
+            f"train.trackers names {', '.join(missing)}, which is not installed; run `pip install 'leanroll[trackers]'`, or "
+            "take it out."
+        )
 
 
 def _open_run(config: RLConfig, schedule: BudgetSchedule) -> RunDir:
@@ -329,8 +349,14 @@ def _open_run(config: RLConfig, schedule: BudgetSchedule) -> RunDir:
             f"Cannot resume {run.path}: the content of rollout.schedule {schedule.name!r} differs from the run's "
             f"{SCHEDULE_FILE}. Restore the schedule, or start a new run directory."
         )
-    write_text(run.config_path, to_toml(config))
-    write_text(saved, schedule.to_json() + "\n")
+    try:
+        write_text(run.config_path, to_toml(config))
+        write_text(saved, schedule.to_json() + "\n")
+    except OSError as error:
+        raise ResumeError(
+            f"Cannot resume {run.path}: it cannot be written ({error.strerror or error}). Make it writable, or copy it to a "
+            "place that is."
+        ) from error
     return run
 
 

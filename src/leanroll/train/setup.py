@@ -43,13 +43,13 @@ def build_policy(model: ModelConfig, adapter: AdapterConfig, *, training: bool, 
     device = model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = load_policy(
-        model.name, dtype=DTYPES[model.dtype], device=device, adapter=spec, revision=model.revision
-    )
+    policy = load_policy(model.name, dtype=DTYPES[model.dtype], device=device, adapter=spec, revision=model.revision)
     if model.chat_template is not None:
         path = Path(model.chat_template)
         if not path.is_file():
-            raise ConfigError(f"model.chat_template is {str(path)!r}, but there is no such file; give a Jinja template.")
+            raise ConfigError(
+                f"model.chat_template is {str(path)!r}, but there is no such file; give a Jinja template."
+            )
         policy.tokenizer.chat_template = path.read_text(encoding="utf-8")
     return policy
 

@@ -14,7 +14,7 @@ class TokenRecord:
     """What one micro-batch leaves behind, on the CPU. Arrays are [R], R its completion tokens; all tokens, masked or
     not.
 
-    sums: the sums of `policy_loss` over unmasked tokens. clipped_share: of `correction`.
+    sums: the sums of `policy_loss` over unmasked tokens. clipped: of `correction`.
     """
 
     old: np.ndarray
@@ -24,8 +24,8 @@ class TokenRecord:
     weights: np.ndarray
     mask: np.ndarray
     sample_ids: np.ndarray
+    clipped: np.ndarray
     sums: dict[str, float]
-    clipped_share: float
 
     @classmethod
     def of(
@@ -38,8 +38,8 @@ class TokenRecord:
         weights: Tensor | None,
         mask: Tensor,
         sample_ids: Tensor,
+        clipped: Tensor,
         sums: dict[str, Tensor],
-        clipped_share: float,
     ) -> TokenRecord:
         """From device tensors. weights: None is 1 everywhere."""
         array = lambda t: t.detach().to("cpu", copy=True).numpy()  # noqa: E731
@@ -51,8 +51,8 @@ class TokenRecord:
             weights=array(torch.ones_like(old) if weights is None else weights),
             mask=array(mask),
             sample_ids=array(sample_ids),
+            clipped=array(clipped),
             sums={name: float(value) for name, value in sums.items()},
-            clipped_share=clipped_share,
         )
 
 
@@ -77,8 +77,6 @@ class TokenStats:
         total = {key: sum(r.sums.get(key, 0.0) for r in records) for key in records[0].sums}
         tokens = total["num_tokens"]
         ratio = np.exp(log_ratio)
-        # Each record's share is of its own tokens or sequences; weigh it by its tokens.
-        clipped = sum(r.clipped_share * r.sums["num_tokens"] for r in records) / tokens
         metrics = {
             "entropy": total["entropy"] / tokens,
             "clip_share/low": total["clipped_low"] / tokens,
@@ -90,9 +88,11 @@ class TokenStats:
             "ratio/max": float(ratio.max()),
             "ratio/weight_mean": float(weights.mean()),
             "log_ratio/abs_mean": float(np.abs(log_ratio).mean()),
-            "is_clipped_share": clipped,
+            "is_clipped_share": float(np.concatenate([r.clipped[r.mask] for r in records]).mean()),
             "sampler_kl": float((ratio - log_ratio - 1.0).mean()),
         }
+        if "clipped_dual" in total:
+            metrics["clip_share/dual"] = total["clipped_dual"] / tokens
         if "kl_ref" in total:
             metrics["kl_to_ref"] = total["kl_ref"] / tokens
         for percent in (1, 5, 50, 95, 99):

@@ -86,6 +86,7 @@ class PolicyUpdater:
         losses: list[float] = []
         norms: list[float] = []
         tokens = sum(len(r.token_ids) for g in groups for r in g.group.rollouts if self._counts(r))
+        metrics: dict[str, float] = {"trained_tokens": tokens}
         for _ in range(rl.num_iterations):
             for part in parts:
                 if not any(self._counts(r) for g in part.groups for r in g.group.rollouts):
@@ -94,7 +95,7 @@ class PolicyUpdater:
                     loss, norm = self._update_once(step, part, tokens / len(parts), factor, stats)
                 losses.append(loss)
                 norms.append(norm)
-        metrics = stats.metrics() | {"updates": len(losses), "learning_rate": optimizer.learning_rate * factor}
+        metrics |= stats.metrics() | {"updates": len(losses), "learning_rate": optimizer.learning_rate * factor}
         if losses:
             metrics |= {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
         return metrics
@@ -193,6 +194,7 @@ class PolicyUpdater:
             clip_high=rl.epsilon_high,
             delta=rl.delta,
             beta=rl.beta,
+            use_bias_correction_kl=rl.use_bias_correction_kl,
             weights=corrected.weights,
             ref_logprobs=None if part.ref is None else join(part.ref),
             mask=mask,
@@ -206,8 +208,8 @@ class PolicyUpdater:
             weights=corrected.weights,
             mask=mask,
             sample_ids=batch.sample_ids,
+            clipped=corrected.clipped,
             sums=sums,
-            clipped_share=corrected.stats.get("clipped_share", 0.0),
         )
         return loss, record
 
@@ -218,7 +220,9 @@ class PolicyUpdater:
             for name, m in self._optimizer.masters.items()
             if m.grad is not None and not bool(torch.isfinite(m.grad).all())
         ]
-        path = write_diagnosis(self._run, step, loss=loss, grad_norm=norm, bad_gradients=bad, batch=batch, record=record)
+        path = write_diagnosis(
+            self._run, step, loss=loss, grad_norm=norm, bad_gradients=bad, batch=batch, record=record
+        )
         self._optimizer.zero_grad()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         raise TrainingDiverged(

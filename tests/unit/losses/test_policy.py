@@ -151,3 +151,18 @@ def test_settings_without_effect_or_sense_raise():
         one_token(1.0, 1.0, beta=0.1)
     with pytest.raises(ConfigError, match=r"delta is 1\.2; expected more than .*1\.28"):
         one_token(1.0, 1.0, delta=1.2)
+
+
+def test_a_masked_token_that_overflows_changes_nothing():
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old, ref = torch.tensor([-1.5, -200.0]), torch.tensor([-1.2, 200.0])
+    loss, sums = policy_loss(
+        logprobs, old, torch.tensor([-1.0]), torch.tensor([1.0]), torch.zeros(2, dtype=torch.long),
+        clip_low=0.2, clip_high=0.28, delta=1.5, beta=0.1, ref_logprobs=ref, mask=torch.tensor([True, False]),
+    )  # fmt: skip
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert logprobs.grad[1] == 0
+    assert all(torch.isfinite(value) for value in sums.values())
+    assert (float(sums["num_tokens"]), float(sums["clipped_dual"])) == (1.0, 1.0)

@@ -60,6 +60,26 @@ def test_kill_between_rename_and_pointer(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000001"]
 
 
+def test_a_lost_pointer_does_not_lose_checkpoints(tmp_path: Path) -> None:
+    """Copied without links, or killed before the very first pointer was made."""
+    store = ckpt.Checkpoints(tmp_path, keep=0)
+    for step in (1, 999_999, 1_000_000):
+        store.save(step, write, {})
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step-1000001").mkdir()
+    assert store.latest() == tmp_path / "step-1000000"
+    (tmp_path / "latest").mkdir()  # copied with links followed
+    with pytest.raises(ResumeError, match="not a symbolic link"):
+        store.latest()
+
+
+def test_pruning_counts_steps_as_numbers(tmp_path: Path) -> None:
+    store = ckpt.Checkpoints(tmp_path, keep=1)
+    for step in (999_999, 1_000_000):
+        store.save(step, write, {})
+    assert names(tmp_path) == ["latest", "step-1000000"]
+
+
 def test_pointer_to_nothing_is_an_error(tmp_path: Path) -> None:
     store = ckpt.Checkpoints(tmp_path, keep=0)
     store.save(1, write, {})

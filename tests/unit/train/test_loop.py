@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from leanroll.errors import TrainingDiverged
+from leanroll.errors import LeanrollError, RewardError, TrainingDiverged
 from leanroll.train.loop import LoopPlan, LoopResult, run_loop
 from leanroll.train.progress import RunDisplay
 
@@ -93,13 +93,14 @@ def test_second_ctrl_c_aborts() -> None:
     assert recorder.events == ["update 1"]
 
 
-def test_divergence_keeps_the_last_intact_state() -> None:
+@pytest.mark.parametrize("error", [TrainingDiverged("loss is nan"), RewardError("no answer")])
+def test_an_error_keeps_the_last_intact_state(error: LeanrollError) -> None:
     def diverge(step: int) -> None:
         if step == 3:
-            raise TrainingDiverged("loss is nan")
+            raise error
 
     recorder = Recorder(diverge)
-    with pytest.raises(TrainingDiverged):
+    with pytest.raises(type(error)):
         recorder.run(LoopPlan(1, 5, 0, 0))
     assert recorder.events[-1] == "save 2"
 
