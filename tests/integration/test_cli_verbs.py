@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from leanroll.cli.main import main
+from leanroll.config import AdapterConfig, GenerateConfig, load_config
 from leanroll.rundir import read_jsonl
+from leanroll.train.setup import build_policy
 from tests.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
@@ -73,7 +75,25 @@ def test_rollout_refuses_before_it_writes(recipe: Path, tmp_path: Path, capfd: p
     assert "Prompt 1 has" in capfd.readouterr().err
     assert main(["rollout", str(recipe), "-o", str(output), "--num_prompts", "7"]) == 2
     assert "has 6 prompts" in capfd.readouterr().err
+    assert main(["rollout", str(recipe), "--prompts", str(prompts), "-o", str(output), "--split", "train"]) == 2
+    assert "split has no effect" in capfd.readouterr().err
     assert not output.exists()
+
+
+def test_a_chat_template_of_the_users(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    template, output = tmp_path / "chat.jinja", tmp_path / "out.jsonl"
+    # In this one a turn ends with <|start|>, which then ends a completion.
+    template.write_text("{% for m in messages %}{{ m['content'] + '<|start|>' }}{% endfor %}")
+    policy = build_policy(
+        load_config(GenerateConfig, recipe, [("model.chat_template", str(template))]).model,
+        AdapterConfig(type="none"),
+        training=False,
+    )
+    assert policy.spec.stop_token_ids == (1, 2)
+    template.write_text("{{ raise_exception('no such role') }}")
+    arguments = ["rollout", str(recipe), "--model.chat_template", str(template), "-o", str(output)]
+    assert main([*arguments, "--num_prompts", "1"]) == 2
+    assert "no such role" in capfd.readouterr().err
 
 
 def test_eval(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,14 @@ def test_file_round_trip(tmp_path: Path) -> None:
         ({"pages": "many"}, "list of integers"),
         ({"pages": [8.5]}, "list of integers"),
         ({"page_size": "16"}, "integers"),
+        ({"page_size": True}, "integers"),
+        ({"bin_pages": 2.5}, "integers"),
+        ({"first_pages": 1.5}, "integers"),
+        ({"dense_layers": [0, -1]}, "count from 0"),
+        ({"pages": [8, 2**31]}, "stands for all"),
+        ({"scorer": 3}, "text"),
+        ({"target": "high"}, "from 0 to 1"),
+        ({"provenance": []}, "object"),
     ],
 )
 def test_bad_schedule(tmp_path: Path, values: dict[str, Any], message: str) -> None:

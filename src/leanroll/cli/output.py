@@ -13,6 +13,8 @@ def check_output(path: str) -> Path:
     file = Path(path).absolute()
     if file.is_dir():
         raise ConfigError(f"--output {path!r} is a folder; give the name of a file.")
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"--output {path!r} is a device or a pipe, and would be replaced; give the name of a file.")
     if not file.parent.is_dir():
         raise ConfigError(f"--output {path!r}: the folder {str(file.parent)!r} does not exist; make it first.")
     if not os.access(file.parent, os.W_OK):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from leanroll.rollout.batching import RolloutProgress
@@ -22,6 +22,7 @@ def generation_progress(label: str) -> Iterator[Callable[[RolloutProgress], None
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[speed]}"),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

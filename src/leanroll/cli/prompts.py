@@ -25,7 +25,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         ConfigError: missing, empty or malformed file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: U+2028 and its kin may stand inside a prompt, and inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"Prompts {str(path)!r} cannot be read ({error}); expected a UTF-8 text or .jsonl file."

@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if arguments.plain and arguments.prompts is None:
         raise ConfigError("--plain has no effect on the task's prompts, which are conversations; give --prompts FILE.")
     rows = read_prompts(Path(arguments.prompts)) if arguments.prompts is not None else None
+    if rows is not None and "split" in config.model_fields_set:
+        raise ConfigError("split has no effect on the prompts of a file; leave out --split or --prompts.")
     if rows is not None and config.num_prompts > len(rows):
         raise ConfigError(
             f"num_prompts is {config.num_prompts}, but {arguments.prompts} has {len(rows)} prompts; lower it."

@@ -95,6 +95,7 @@ class GenerateConfig(Section):
                 f"rollout.temperature is 0 and num_samples is {self.num_samples}; greedy completions are all equal, so set "
                 "num_samples = 1 or raise the temperature"
             )
+        _reject_scorer(self)
         return self
 
 
@@ -106,6 +107,11 @@ class EvaluateConfig(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluateConfig:
+        _reject_scorer(self)
+        return self
 
 
 class DoctorConfig(Section):
@@ -127,6 +133,8 @@ class InertRule:
     applies: Callable[[Any], bool]
     because: str
 
+
+_SCORELESS = "rollout.schedule is 'dense' (every page is read, none is scored)"
 
 INERT_RULES = (
     InertRule(
@@ -163,9 +171,15 @@ INERT_RULES = (
     InertRule(
         ("rollout.scorer",),
         lambda c: c.rollout.schedule == "dense",
-        "rollout.schedule is 'dense' (every page is read, none is scored)",
+        _SCORELESS,
     ),
 )
+
+
+def _reject_scorer(config: GenerateConfig | EvaluateConfig) -> None:
+    # The other rules are about options that only training uses, which these recipes leave aside.
+    if config.rollout.schedule == "dense" and "scorer" in config.rollout.model_fields_set:
+        raise ValueError(f"rollout.scorer is set but has no effect, because {_SCORELESS}; remove it or change that")
 
 
 def inert_options(config: RLConfig) -> dict[str, str]:

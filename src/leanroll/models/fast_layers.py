@@ -54,7 +54,7 @@ class FastProduct:
     def recognises(module: nn.Module) -> bool:
         """Plain linear layers and peft's plain LoRA around them."""
         if type(module) is LoraLinear:
-            return type(module.base_layer) is nn.Linear
+            return type(module.base_layer) is nn.Linear and max(module.r.values(), default=0) <= native().MAX_RANK
         return type(module) is nn.Linear
 
     def recheck(self) -> None:

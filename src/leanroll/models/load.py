@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from leanroll.errors import ModelError
@@ -46,6 +48,7 @@ def load_policy(
         spec = adapter or LoraSpec(path=folder)
         return load_policy(_base_of(folder), dtype=torch_dtype, device=device, adapter=spec, revision=revision)
 
+    _check_device(torch.device(device))
     local = name == DEFAULT_MODEL or folder.is_dir()
     source = str(default_model_dir()) if name == DEFAULT_MODEL else str(folder) if local else name
     if not local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -56,22 +59,41 @@ def load_policy(
         config = AutoConfig.from_pretrained(source, revision=revision, local_files_only=local)
         refuse_unsupported(config)  # before gigabytes are read
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, local_files_only=local, dtype=torch_dtype
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, local_files_only=local, dtype=torch_dtype, output_loading_info=True
         )
     except ModelError:
         raise
-    except (OSError, ValueError) as error:
+    # RuntimeError: shapes that do not fit the configuration. ImportError: a package that this tokenizer or model needs.
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(_explain(name, local, error)) from error
+    model, loading = loaded
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"The weights of {name!r} lack {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}, which would "
+            "stay random; expected a complete checkpoint of a causal LM."
+        )
     torch.nn.Module.to(model, torch.device(device))  # transformers' own `to` is typed for quantised models only
     return Policy(model, tokenizer, name=name, adapter=adapter)
 
 
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device is {str(device)!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use "
+            "another one, or 'cpu'."
+        )
+
+
 def _base_of(folder: Path) -> str:
-    own = folder / BASE_FILE
-    if own.is_file():
-        return str(json.loads(own.read_text())["base"])
-    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    own, config = folder / BASE_FILE, folder / "adapter_config.json"
+    file, key = (own, "base") if own.is_file() else (config, "base_model_name_or_path")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); expected JSON, as save_pretrained writes it.") from error
+    base = data.get(key) if isinstance(data, dict) else None
     if not base:
         raise ModelError(
             f"The adapter in {folder} does not name its base model; load the base with adapter=LoraSpec(path=...)."

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from leanroll.errors import ModelError
 from leanroll.models.attention import AttentionContext, install_attention, reject_padding
 from leanroll.models.head import LmHead, read_head
-from leanroll.models.spec import ModelSpec, read_spec
+from leanroll.models.spec import ModelSpec, read_spec, stop_token_ids
 from leanroll.models.verify import verify_model
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -162,17 +163,29 @@ class Policy:
         """Token ids of a conversation up to where the assistant's next message starts.
 
         Raises:
-            ModelError: the tokenizer has no chat template.
+            ModelError: the tokenizer has no chat template, or it is broken or refuses such a conversation.
         """
         if self.tokenizer.chat_template is None:
             raise ModelError(
                 f"The tokenizer of {self.name!r} has no chat template, which chat prompts need; use an "
                 "instruction-tuned model, or set tokenizer.chat_template and save the tokenizer."
             )
-        encoded: Any = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        try:
+            encoded: Any = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ModelError(
+                f"The chat template of {self.name!r} does not take a conversation of [{roles}] ({type(error).__name__}: "
+                f"{error}); leave a system prompt out if it is that, or give another template (model.chat_template)."
+            ) from error
         return list(encoded["input_ids"])
+
+    def set_chat_template(self, template: str) -> None:
+        """Use another chat template (Jinja text); the token that ends a turn in it becomes a stop token."""
+        self.tokenizer.chat_template = template
+        self.spec = replace(self.spec, has_chat_template=True, stop_token_ids=stop_token_ids(self.base, self.tokenizer))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens the tokenizer puts around a document's start."""

@@ -40,7 +40,8 @@ class ModelSpec:
 
     windows: one entry per layer, 0 for full attention, otherwise the number of tokens a query sees, its own included.
     softcap: cap on attention scores, 0 for none (the cap on logits is the head's).
-    max_position: longest context in tokens. stop_token_ids: ids that end a completion, ascending.
+    max_position: longest context in tokens; where long sequences get other rotary frequencies (LongRoPE), the longest
+        with the original ones, since a batch of both would mix them. stop_token_ids: ids that end a completion, ascending.
     """
 
     family: str
@@ -78,12 +79,22 @@ def read_spec(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Mod
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
+        max_position=_max_position(config),
         windows=read_windows(config),
         softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
         stop_token_ids=stop_token_ids(model, tokenizer),
         has_chat_template=tokenizer.chat_template is not None,
     )
+
+
+def _max_position(config: PreTrainedConfig) -> int:
+    """Tokens up to which every position is rotated in the same way, whatever else is in the batch."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return longest
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return min(longest, int(original)) if original else longest
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:

@@ -69,6 +69,9 @@ class Batcher:
         self._began = time.perf_counter()
         self._stop_ids = frozenset(() if sampling.ignore_stop else sampling.stop_token_ids)
         self._stop_strings = () if sampling.ignore_stop else sampling.stop_strings
+        # Texts leave special tokens out; a stop string that names one is looked for where they are kept.
+        special = [str(t) for t in policy.tokenizer.added_tokens_decoder.values() if t.special]
+        self._stop_strings_are_special = any(token in s for s in self._stop_strings for token in special)
         self._table = np.zeros((0, 0), dtype=np.int32)
         self._table_is_stale = True
 
@@ -83,14 +86,16 @@ class Batcher:
     def _run(self, queue: deque[PromptState]) -> None:
         ready: deque[PromptState] = deque()  # prefilled, with samples that have not started
         while queue or ready or self.running:
+            finished = self.num_finished
             self._start_samples(ready)
             if queue and not ready and len(self.running) < self.max_batch_size and self._prefill(queue, ready):
                 continue
             if self.running:
                 self._decode()
-                self._report()
             else:
-                assert ready, "an admissible prompt found no room in an empty pool"
+                # Everything that could start may have ended with its first token; something must have started, though.
+                assert self.num_finished > finished, "an admissible prompt found no room in an empty pool"
+            self._report()
             if self.policy.version != self._version:
                 raise RolloutError(
                     f"The policy's weights changed from version {self._version} to {self.policy.version} during "
@@ -175,23 +180,24 @@ class Batcher:
     def _start_samples(self, ready: deque[PromptState]) -> None:
         """Start waiting samples while pages and batch slots last; draw their first token from the prompt's last hidden
         state."""
-        started: list[SequenceState] = []
+        before = len(self.running)
         copies: tuple[list[int], list[int]] = ([], [])
-        while ready and len(self.running) + len(started) < self.max_batch_size:
+        while ready and len(self.running) < self.max_batch_size:
             source = ready[0]
             sequence = self._start(source, copies)
             if sequence is None:
                 break
-            started.append(sequence)
+            self.running.append(sequence)  # at once, so that an error below finds its pages
             if not source.waiting:
                 ready.popleft()
+        started = self.running[before:]
         if not started:
             return
         if copies[0]:
             self.pool.copy(*copies)
         hidden = torch.stack([s.source.last_hidden for s in started if s.source.last_hidden is not None])
         self._append_tokens(started, hidden)
-        self.running += [s for s in started if not self._finish_if_done(s)]
+        self.running[before:] = [s for s in started if not self._finish_if_done(s)]
         self._table_is_stale = True
         for sequence in started:
             if not sequence.source.waiting:
@@ -328,7 +334,9 @@ class Batcher:
         if self._stop_strings:
             longest = max(len(s.encode()) for s in self._stop_strings)
             # Every token carries at least one byte except special ones; the margin covers those and split characters.
-            tail = self.policy.decode(sequence.token_ids[-(longest + 8) :])
+            tail = self.policy.decode(
+                sequence.token_ids[-(longest + 8) :], skip_special_tokens=not self._stop_strings_are_special
+            )
             if any(s in tail for s in self._stop_strings):
                 return "stop"
         if len(sequence.token_ids) >= self.sampling.max_completion_length:

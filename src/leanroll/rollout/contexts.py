@@ -59,7 +59,10 @@ class PrefillContext:
         """q [1, Hq, T, D], k and v [1, Hk, T, D] → [1, T, Hq, D]."""
         layer = self._pool.layers[call.layer]
         dtype = layer.k.dtype
-        by_token = lambda x: x[0].transpose(0, 1).to(dtype).contiguous()  # noqa: E731
+        by_token = lambda x: x[0].transpose(0, 1).contiguous()  # noqa: E731
+        # Rounded to the cache's dtype before anything attends to them: a chunk, or a prompt that shares this beginning,
+        # reads them from the pool.
+        k, v = k.to(dtype), v.to(dtype)
         self._backend.write_kv(layer, by_token(k), by_token(v), self._slots)
         if layer.landmarks is not None and self._filled.numel():
             self._backend.update_landmarks(layer, self._filled, self._scorer)
@@ -69,7 +72,8 @@ class PrefillContext:
             if s.start == 0:
                 keys, values = k[:, :, rows], v[:, :, rows]
             else:
-                keys, values = (_gather(x, s.pages, s.start + s.count).to(q.dtype) for x in (layer.k, layer.v))
+                keys, values = (_gather(x, s.pages, s.start + s.count) for x in (layer.k, layer.v))
+            keys, values = keys.to(q.dtype), values.to(q.dtype)
             out[:, :, rows] = segment_attention(q[:, :, rows], keys, values, call.scale, call.softcap, call.window)
         return out.transpose(1, 2)
 

@@ -161,8 +161,14 @@ class RolloutEngine:
         total = source.length + most
         needed = source.num_prompt_pages(size) + source.num_sample_pages(size, most)
         limit = self.policy.spec.max_position
+        outside = [i for i in source.prompt.token_ids if not 0 <= i < self.policy.spec.vocab_size]
         if source.length == 0:
             reason = "the prompt has no tokens; give at least one (a BOS token, say)."
+        elif outside:
+            reason = (
+                f"the prompt holds token id {outside[0]}, but the model's vocabulary has {self.policy.spec.vocab_size} "
+                "entries; encode it with the model's own tokenizer."
+            )
         elif total > limit:
             reason = (
                 f"prompt of {source.length} tokens + max_completion_length {sampling.max_completion_length} = {total} "

@@ -169,8 +169,10 @@ def pages_for_memory(
     """Pages that fit in `kv_memory_gib`, landmarks included.
 
     Raises:
-        ConfigError: not even one page fits.
+        ConfigError: not a positive number, or not even one page fits.
     """
+    if not 0.0 < kv_memory_gib < math.inf:
+        raise ConfigError(f"kv_memory_gib is {kv_memory_gib}; expected a positive number.")
     one_layer = 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
     landmark = _nbytes(scorer.allocate(1, num_kv_heads, head_dim, page_size, dtype, torch.device("cpu")))
     page_bytes = num_layers * one_layer + num_sparse_layers * landmark
@@ -188,7 +190,13 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     (Linux), asking for them saves the processor an address translation per piece, 5 to 10 % of a decode step."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"The system gives no {num_bytes / GIB:.1f} GiB for half of the KV pool ({error}); lower kv_memory_gib."
+        ) from error
     with contextlib.suppress(OSError):  # a kernel without huge pages says EINVAL; the memory is as good as any other
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

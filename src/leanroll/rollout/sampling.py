@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanroll.errors import ConfigError
+from leanroll.errors import ConfigError, RolloutError
 from leanroll.kernels.dispatch import KernelBackend
 from leanroll.types import SamplingParams
 
@@ -46,8 +46,17 @@ def draw(logits: Tensor, uniforms: Tensor, params: SamplingParams, backend: Kern
     Args:
         logits: fp32 [B, V]. uniforms: fp64 [B] in [0, 1).
         params: temperature, then top-k, top-p and min-p; see `SamplingParams`.
-        backend: draws the untruncated case.
+        backend: inverts the cumulative distribution.
+
+    Raises:
+        RolloutError: logits that no distribution fits (NaN, +inf, or only -inf).
     """
+    bad = ~logits.amax(dim=-1).isfinite()  # a NaN is its row's maximum
+    if bad.any():
+        raise RolloutError(
+            f"The logits of {int(bad.sum())} of {len(logits)} sequences hold NaN or +inf, or nothing but -inf; the weights "
+            "are broken (a diverged update, a damaged file, or a model that overflows in this dtype)."
+        )
     if params.temperature == 0.0:
         token_ids = logits.argmax(dim=-1)
         return Draw(token_ids, torch.zeros_like(logits[:, 0]), _one_hot(token_ids, logits.shape[-1]))

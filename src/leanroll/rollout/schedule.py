@@ -50,6 +50,7 @@ class BudgetSchedule:
 
     def __post_init__(self) -> None:
         where = f"schedule {self.name!r}"
+        self._check_types(where)
         size = self.page_size
         if size & (size - 1) or not MIN_PAGE_SIZE <= size <= MAX_PAGE_SIZE:
             raise ConfigError(f"{where}: page_size is {size}; expected a power of two from 8 to 128.")
@@ -74,6 +75,28 @@ class BudgetSchedule:
                     f"{where}: budgets must not decrease with length, but bin {i} has {self.pages[i]} pages after "
                     f"{self.pages[i - 1]}; sort them, or raise bin {i}."
                 )
+
+    def _check_types(self, where: str) -> None:
+        for key in ("page_size", "first_pages", "last_pages", "bin_pages"):
+            if type(getattr(self, key)) is not int:
+                raise ConfigError(f"{where}: {key} is {getattr(self, key)!r}; page counts and sizes are integers.")
+        for key in ("name", "scorer"):
+            if not isinstance(getattr(self, key), str):
+                raise ConfigError(f"{where}: {key} is {getattr(self, key)!r}; expected a text.")
+        for key in ("target", "quantile"):
+            value = getattr(self, key)
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= 1):
+                raise ConfigError(f"{where}: {key} is {value!r}; expected a number from 0 to 1, or null.")
+        if not isinstance(self.provenance, dict):
+            raise ConfigError(f"{where}: provenance is {self.provenance!r}; expected an object.")
+        negative = [layer for layer in self.dense_layers if layer < 0]
+        if negative:
+            raise ConfigError(f"{where}: dense_layers holds {negative}; layers count from 0, from the input on.")
+        largest = max((*self.pages, self.bin_pages, self.first_pages, self.last_pages))
+        if largest > UNLIMITED:
+            raise ConfigError(
+                f"{where}: {largest} pages are more than {UNLIMITED}, which already stands for all of them."
+            )
 
     @property
     def is_dense(self) -> bool:
@@ -117,6 +140,8 @@ class BudgetSchedule:
             raise ConfigError(f"No schedule {name!r}: it is neither a file nor a preset. Presets: {names}.")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"Schedule file {name!r} cannot be read: {error}.") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"Schedule file {name!r} is not JSON: {error}.") from error
         return cls.from_dict(data, name)

@@ -50,7 +50,12 @@ def build_policy(model: ModelConfig, adapter: AdapterConfig, *, training: bool, 
             raise ConfigError(
                 f"model.chat_template is {str(path)!r}, but there is no such file; give a Jinja template."
             )
-        policy.tokenizer.chat_template = path.read_text(encoding="utf-8")
+        try:
+            policy.set_chat_template(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"model.chat_template {str(path)!r} cannot be read ({error}); expected a text file."
+            ) from error
     return policy
 
 

@@ -28,6 +28,9 @@ from leanroll.rundir import RunDir
         (["rollout", "-o", "none/out.jsonl"], "does not exist"),
         (["rollout", "-o", "out.jsonl", "--prompts", "none.txt"], "cannot be read"),
         (["rollout", "-o", "out.jsonl", "--plain"], "no effect"),
+        (["rollout", "-o", "/dev/null"], "device or a pipe"),
+        (["rollout", "-o", "out.jsonl", "--rollout.scorer", "mean"], "no effect"),
+        (["eval", "--rollout.scorer", "mean"], "no effect"),
         (["eval", "-o", "."], "is a folder"),
         (["eval", "--eval.temperature", "0"], "num_samples"),
         (["report", "."], "No run in"),
@@ -105,6 +108,8 @@ def test_read_prompts(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"prompt": "p", "answer": 3}\n{"messages": [{"role": "user", "content": "q"}]}\n')
     assert read_prompts(lines)[0] == {"prompt": "p", "answer": 3}
+    lines.write_text('{"prompt": "one\u2028line\x85"}\n', encoding="utf-8")
+    assert read_prompts(lines) == [{"prompt": "one\u2028line\x85"}]
     for bad, message in (
         ('{"prompt": "p", "messages": [{"role": "user", "content": "q"}]}', "either"),
         ('{"text": "p"}', "either"),

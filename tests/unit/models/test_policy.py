@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, GraniteConfig
 
@@ -191,3 +192,46 @@ def test_unreadable_directory_and_useless_options_raise(tmp_path: Path) -> None:
         load_policy(tmp_path, revision="main")
     with pytest.raises(ModelError, match="dtype"):
         load_policy(tmp_path, dtype="int8")
+
+
+def _saved(folder: Path) -> Path:
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_damaged_and_incomplete_weights_raise(tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lack 1 tensors"):
+        load_policy(folder, dtype="float32")
+    save_file({k: v[:-1].clone() for k, v in tensors.items()}, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="Cannot load"):
+        load_policy(folder, dtype="float32")
+    weights.write_bytes(b"not a tensor file at all")
+    with pytest.raises(ModelError, match="Cannot load"):
+        load_policy(folder, dtype="float32")
+
+
+def test_a_device_that_is_not_there_raises(tmp_path: Path) -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(ModelError, match="CUDA devices"):
+        load_policy(_saved(tmp_path), dtype="float32", device=device)
+
+
+def test_malformed_adapter_configuration_raises(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match="expected JSON"):
+        load_policy(tmp_path, dtype="float32")
+
+
+def test_chat_templates_that_raise_are_the_users_business() -> None:
+    policy = tiny_policy("llama")
+    for template in ("{{ raise_exception('no system') }}", "{% for"):
+        policy.set_chat_template(template)
+        with pytest.raises(ModelError, match=r"conversation of \[system\]"):
+            policy.encode_chat([{"role": "system", "content": "x"}])
+    policy.set_chat_template("{% for m in messages %}{{ m['content'] + '<|start|>' }}{% endfor %}")
+    assert policy.spec.stop_token_ids == (1, 2)

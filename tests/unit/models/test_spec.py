@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
     FalconH1Config,
@@ -12,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3NextConfig,
     T5Config,
@@ -89,3 +91,16 @@ def test_no_chat_template_raises_where_it_is_needed() -> None:
     assert not policy.spec.has_chat_template
     with pytest.raises(ModelError, match="no chat template"):
         policy.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_longrope_ends_where_the_frequencies_change() -> None:
+    """Beyond it the frequencies depend on the longest sequence of the batch, and cached keys on when they were written."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = Phi3Config(
+        vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, original_max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, rope_parameters={**rope, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    policy = Policy(AutoModelForCausalLM.from_config(config).eval(), tiny_tokenizer(), name="longrope")
+    assert policy.spec.max_position == 64
+    assert tiny_policy("llama").spec.max_position == 512

@@ -222,3 +222,67 @@ def test_bad_options(policy):
     with pytest.raises(ConfigError, match="num_samples"):
         engine(policy).generate(prompts(5), SamplingParams(), 0)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("num_samples", [1, 5])
+def test_samples_that_end_with_their_first_token(policy, num_samples):
+    for prompt_lengths in ((8,), (8, 9, 30)):
+        tested, seen = engine(policy, max_batch_size=2), []
+        groups = tested.generate(
+            prompts(*prompt_lengths), SamplingParams(max_completion_length=1), num_samples, progress=seen.append
+        )
+        assert [len(r.token_ids) for g in groups for r in g.rollouts] == [1] * num_samples * len(prompt_lengths)
+        assert seen[-1].num_finished == num_samples * len(prompt_lengths)
+        assert (tested.pool.num_used, tested.pool.num_reserved) == (0, 0)
+    every = tuple(range(policy.spec.vocab_size))
+    stopped = engine(policy).generate(prompts(8), SamplingParams(stop_token_ids=every), num_samples)
+    assert [r.finish_reason for r in stopped[0].rollouts] == ["stop"] * num_samples
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_logits_raise_and_leave_the_pool_empty(kernel, sampling, value):
+    broken = tiny_policy("llama")
+    tested = RolloutEngine(broken, SPARSE, kernel=kernel, kv_memory_gib=0.05, accelerate_modules=False)
+    weight = broken.head.weight[7].clone()
+    with torch.no_grad():
+        broken.head.weight[7] = value
+    with pytest.raises(RolloutError, match="logits"):
+        tested.generate(prompts(9, 12), sampling, 2)
+    assert (tested.pool.num_used, tested.pool.num_reserved) == (0, 0)
+    with torch.no_grad():
+        broken.head.weight[7] = weight
+    assert len(tested.generate(prompts(9), SamplingParams(max_completion_length=4), 2)[0].rollouts) == 2
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_chunked_prefill_is_the_same_with_a_narrower_cache(policy, kernel):
+    def run(prefill_tokens):
+        tested = RolloutEngine(
+            policy, SPARSE, kernel=kernel, kv_memory_gib=0.05, kv_dtype=torch.bfloat16, prefill_tokens=prefill_tokens
+        )
+        return tested.generate(prompts(57), SamplingParams(max_completion_length=10), 1)[0].rollouts[0]
+
+    whole, chunked = run(64), run(16)
+    assert chunked.token_ids == whole.token_ids
+    # Not tighter: fp32 rounding turns a key of the bf16 cache over here and there.
+    assert torch.allclose(torch.tensor(chunked.logprobs), torch.tensor(whole.logprobs), atol=5e-3)
+
+
+def test_ids_outside_the_vocabulary_fail_alone(policy):
+    bad = Prompt(index=1, token_ids=(5, policy.spec.vocab_size))
+    groups = engine(policy).generate([*prompts(5), bad], SamplingParams(max_completion_length=3), 2)
+    assert len(groups[0].rollouts) == 2
+    assert "vocabulary" in groups[1].failures[0].reason
+
+
+def test_stop_string_that_names_a_special_token(policy):
+    sampling = SamplingParams(max_completion_length=60)
+    free = engine(policy).generate(prompts(9), sampling, 12)[0].rollouts
+    token = next(i for r in free for i in r.token_ids[:-1] if i in (0, 1))
+    text = policy.decode([token], skip_special_tokens=False)
+    stopping = SamplingParams(max_completion_length=60, stop_strings=(text,))
+    for before, after in zip(free, engine(policy).generate(prompts(9), stopping, 12)[0].rollouts, strict=True):
+        place = before.token_ids.index(token) + 1 if token in before.token_ids else 60
+        assert after.token_ids == before.token_ids[:place]

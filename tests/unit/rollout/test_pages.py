@@ -108,3 +108,11 @@ def test_memory_counts_landmarks():
     assert pages_for_memory(10 * page_bytes / GIB, num_sparse_layers=1, **shape) == 10
     with pytest.raises(ConfigError, match="raise it"):
         pages_for_memory(0.5 * page_bytes / GIB, num_sparse_layers=1, **shape)
+    for senseless in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="positive"):
+            pages_for_memory(senseless, num_sparse_layers=1, **shape)
+
+
+def test_memory_that_the_system_does_not_have():
+    with pytest.raises(ConfigError, match="lower kv_memory_gib"):
+        make_pool(num_pages=2**46)

@@ -70,7 +70,9 @@ struct ScoreArgs {
   float* out;      // [N]; only [begin, end) is written
   float* scratch;  // score_scratch(G, D, N) floats
 };
-inline int64_t score_scratch(int G, int D, int N) { return static_cast<int64_t>(G) * (N + 32 + pad_dim(D)) + 64; }
+inline int64_t score_scratch(int G, int D, int N) {  // `mean` has two rows of D, whatever G is
+  return static_cast<int64_t>(G) * (N + 32 + pad_dim(D)) + pad_dim(D) + 64;
+}
 
 // Rows [begin, end) of y[m][n] = sum_k x[m][k] * w[n][k].
 struct DotArgs {
