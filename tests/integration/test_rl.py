@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from leanroll.errors import ConfigError, ResumeError, RewardError, TrainingDiverged
 from leanroll.losses import policy as policy_loss_module
+from leanroll.measure.logprobs import score
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
 from leanroll.train import rl, update
+from leanroll.types import Rollout
 from tests import rewards
 from tests.recipe import reward, save_tiny_model, tiny_recipe
 
@@ -136,6 +138,61 @@ def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
         assert all(m.dtype == torch.float32 for m in masters.values())
         weights = dict(loaded.named_parameters())
         assert all(torch.equal(weights[n].bfloat16(), m.bfloat16()) for n, m in masters.items())
+
+
+def test_the_loss_gets_what_the_recipe_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    rollouts: list[Rollout] = []
+    old: list[torch.Tensor] = []
+    run_update = update.PolicyUpdater.update
+
+    def loss_spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return policy_loss_module.policy_loss(*args, **kwargs)
+
+    def update_spy(self: update.PolicyUpdater, step: int, groups: Any) -> Any:
+        plain = [g.group for g in groups]
+        rollouts.extend(r for g in plain for r in g.rollouts)
+        old.extend(score(self._policy, plain, temperature=0.7, max_tokens=1024).logprobs)
+        return run_update(self, step, groups)
+
+    monkeypatch.setattr(update, "policy_loss", loss_spy)
+    monkeypatch.setattr(update.PolicyUpdater, "update", update_spy)
+    config = tiny_recipe(
+        model, tmp_path / "run", train__steps=1, eval__num_prompts=0, eval__num_samples=None, rollout__temperature=0.7,
+        rollout__stop_strings=list("abcdefghijklmnopqrstuvwxyz"), rl__mask_truncated_completions=True,
+        rl__epsilon=0.1, rl__epsilon_high=0.3, rl__delta=3.0, rl__beta=0.2, rl__use_bias_correction_kl=False,
+        rl__importance_sampling_cap=1.001, rl__num_mini_batches=2, rl__num_iterations=2,
+    )  # fmt: skip
+    rl.run(config, quiet=True)
+    assert len(calls) == 4
+    counted = sum(len(r.token_ids) for r in rollouts if r.finish_reason == "stop")
+    at_cap = 0
+    seen = 0
+    for args, kwargs in calls:
+        _, old_logprobs, _, divisors, sample_ids = args
+        settings = {key: kwargs[key] for key in ("clip_low", "clip_high", "delta", "beta", "use_bias_correction_kl")}
+        assert list(settings.values()) == [0.1, 0.3, 3.0, 0.2, False]
+        # Mini-batches count their samples from 0: the second one's follow the first one's.
+        first = seen % len(rollouts)
+        used = sorted(set(sample_ids.tolist()))
+        seen += len(used)
+        expected = torch.cat([old[first + s] for s in used])
+        sampled = torch.tensor([x for s in used for x in rollouts[first + s].logprobs])
+        mask = torch.tensor(
+            [rollouts[first + s].finish_reason == "stop" for s in used for _ in rollouts[first + s].token_ids]
+        )
+        torch.testing.assert_close(old_logprobs, expected, atol=1e-4, rtol=0)
+        assert torch.equal(kwargs["mask"], mask)
+        weights = (expected - sampled).exp().clamp(max=1.001)
+        torch.testing.assert_close(kwargs["weights"][mask], weights[mask], atol=1e-3, rtol=0)
+        at_cap += int((weights[mask] == 1.001).sum())
+        assert not kwargs["weights"].requires_grad
+        assert divisors.tolist() == pytest.approx([counted / 2] * len(divisors))
+        if len(rollouts) >= seen:  # the first pass
+            assert kwargs["ref_logprobs"].tolist() == pytest.approx(expected.tolist(), abs=1e-4), "B is 0 at the start"
+    assert at_cap > 0
+    torch.testing.assert_close(calls[0][0][0].detach(), calls[0][0][1], atol=1e-4, rtol=0)
 
 
 def test_zero_variance_groups_are_resampled_then_left_out(model: Path, tmp_path: Path) -> None:
