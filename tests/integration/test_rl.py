@@ -140,7 +140,10 @@ def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
         assert all(torch.equal(weights[n].bfloat16(), m.bfloat16()) for n, m in masters.items())
 
 
-def test_the_loss_gets_what_the_recipe_says(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_the_loss_gets_what_the_recipe_says(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     rollouts: list[Rollout] = []
     old: list[torch.Tensor] = []
@@ -163,6 +166,7 @@ def test_the_loss_gets_what_the_recipe_says(model: Path, tmp_path: Path, monkeyp
         rollout__stop_strings=list("abcdefghijklmnopqrstuvwxyz"), rl__mask_truncated_completions=True,
         rl__epsilon=0.1, rl__epsilon_high=0.3, rl__delta=3.0, rl__beta=0.2, rl__use_bias_correction_kl=False,
         rl__importance_sampling_cap=1.001, rl__num_mini_batches=2, rl__num_iterations=2,
+        rl__loss_type=loss_type,
     )  # fmt: skip
     rl.run(config, quiet=True)
     assert len(calls) == 4
@@ -188,7 +192,11 @@ def test_the_loss_gets_what_the_recipe_says(model: Path, tmp_path: Path, monkeyp
         torch.testing.assert_close(kwargs["weights"][mask], weights[mask], atol=1e-3, rtol=0)
         at_cap += int((weights[mask] == 1.001).sum())
         assert not kwargs["weights"].requires_grad
-        assert divisors.tolist() == pytest.approx([counted / 2] * len(divisors))
+        if loss_type == "dapo":
+            assert divisors.tolist() == pytest.approx([counted / 2] * len(used))
+        else:
+            own = [len(r.token_ids) if r.finish_reason == "stop" else 1 for r in rollouts[first : first + len(used)]]
+            assert divisors.tolist() == pytest.approx([len(used) * n for n in own])
         if len(rollouts) >= seen:  # the first pass
             assert kwargs["ref_logprobs"].tolist() == pytest.approx(expected.tolist(), abs=1e-4), "B is 0 at the start"
     assert at_cap > 0
