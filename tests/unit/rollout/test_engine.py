@@ -5,6 +5,7 @@ import torch
 
 from leanroll.errors import ConfigError, RolloutError
 from leanroll.rollout.engine import RolloutEngine
+from leanroll.rollout.sampling import sequence_uniforms
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.types import Prompt, SamplingParams
 from tests.tiny import tiny_policy
@@ -57,6 +58,18 @@ def test_samples_of_a_group_differ_and_seeds_repeat(policy):
     assert len(set(first[0])) == 4
     assert tokens(engine(policy).generate(prompts(5), sampling, 4)) == first
     assert tokens(engine(policy).generate(prompts(5), sampling, 4, step=1)) != first
+
+
+def test_draws_are_keyed_by_seed_step_prompt_sample_and_position():
+    indifferent = tiny_policy("llama")
+    with torch.no_grad():
+        indifferent.head.weight.zero_()  # all tokens equally likely: the draw alone decides
+    several = [Prompt(index=i, token_ids=(3, 4, 5 + i)) for i in (7, 2)]
+    groups = engine(indifferent).generate(several, SamplingParams(max_completion_length=6, seed=11), 2, step=4)
+    for group in groups:
+        for rollout in group.rollouts:
+            uniforms = sequence_uniforms(11, 4, group.prompt.index, rollout.sample_index, 6)
+            assert list(rollout.token_ids) == (uniforms * indifferent.spec.vocab_size).astype(int).tolist()
 
 
 def test_stop_token_is_kept_and_ends_the_sample(policy):
@@ -169,6 +182,15 @@ def test_kv_share_counts_dense_layers(policy):
     layers, heads = policy.spec.num_layers, policy.spec.num_kv_heads
     assert rollout.pages_total == 8 * layers * heads
     assert rollout.pages_read == (8 + 5 * (layers - 1)) * heads
+
+
+def test_kv_share_of_windowed_layers_is_that_of_their_window():
+    windowed = tiny_policy("gemma2")  # layers 0 and 2 see 8 tokens
+    rollout = engine(windowed).generate(prompts(60), SamplingParams(max_completion_length=2), 1)[0].rollouts[0]
+    # 61 tokens are 8 pages, the last 8 tokens lie in 2 of them; the full layers 1 and 3 read 5.
+    heads = windowed.spec.num_kv_heads
+    assert rollout.pages_total == (2 + 8 + 2 + 8) * heads
+    assert rollout.pages_read == (2 + 5 + 2 + 5) * heads
 
 
 def test_recorded_pages_are_a_valid_selection(policy):
