@@ -1,10 +1,12 @@
 """Decode attention on the CPU: dense against 64 of 512 pages, and both against the machine's read bandwidth.
 
-    python benchmarks/kernel_decode.py [--threads 2] [--layers 8] [--repeats 30] [--scorer mean]
+    python benchmarks/kernel_decode.py [--threads 2] [--layers 8] [--repeats 30] [--scorer mean] [--layout prompt]
 
 Correctness first: the kernel is compared with the plain-torch reference on the benchmark's own tensors, and a wrong kernel is
 not timed. Bandwidth is that of summing a buffer far larger than the caches with the same threads, measured between the
-kernel's repeats. Every call works on another layer, so that the caches never hold what it reads. The last line is JSON.
+kernel's repeats. Every call works on another layer, so that the caches never hold what it reads. The pages come from the
+engine's own pool. Layouts: `prompt`, the pages of a sequence lie side by side, as after a prefill; `grown`, sequences took
+pages in turn, as they do while they generate; `random`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from torch import Tensor
 
 from leanroll.kernels.cpu.native import available_isas, describe, native, use_isa
 from leanroll.kernels.dispatch import KernelBackend, get_backend
-from leanroll.kernels.layout import DecodeBatch, PagedLayer
+from leanroll.kernels.layout import DecodeBatch
 from leanroll.kernels.scorers import Scorer, get_scorer
+from leanroll.rollout.pages import PagePool
 
 BUFFER_BYTES = 1 << 29
 
@@ -40,6 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=64, help="pages read by the sparse kernel, reserved ones included")
     parser.add_argument("--scorer", default="mean")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--layout", choices=("prompt", "grown", "random"), default="prompt")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -48,27 +52,29 @@ def parse_args() -> argparse.Namespace:
 
 
 class Case:
-    """Layers of a decoding batch with random contents, pages scattered over the pool."""
+    """Layers of a decoding batch with random contents."""
 
     def __init__(self, args: argparse.Namespace, scorer: Scorer) -> None:
         generator = torch.Generator().manual_seed(0)
         dtype = getattr(torch, args.dtype)
         num_pages = -(-args.length // args.page_size)
         pool = args.sequences * num_pages
-        shape = (pool, args.kv_heads, args.page_size, args.head_dim)
         self.scorer, self.scale = scorer, args.head_dim**-0.5
-        self.layers = []
-        for _ in range(args.layers):
-            layer = PagedLayer(
-                torch.randn(shape, generator=generator).to(dtype), torch.randn(shape, generator=generator).to(dtype)
-            )
-            layer.landmarks = scorer.allocate(
-                pool, args.kv_heads, args.head_dim, args.page_size, dtype, torch.device("cpu")
-            )
+        self.layers = PagePool(
+            num_pages=pool, page_size=args.page_size, num_layers=args.layers, num_kv_heads=args.kv_heads,
+            head_dim=args.head_dim, dtype=dtype, device=torch.device("cpu"), scorer=scorer, sparse_layers=range(args.layers),
+        ).layers  # fmt: skip
+        for layer in self.layers:
+            for tensor in (layer.k, layer.v):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
             scorer.update(layer, torch.arange(pool))
-            self.layers.append(layer)
-        # Sequences take their pages in turn, as they do when they grow together.
-        table = torch.arange(pool, dtype=torch.int32).view(num_pages, args.sequences).t().contiguous()
+        pages = torch.arange(pool, dtype=torch.int32)
+        if args.layout == "grown":
+            table = pages.view(num_pages, args.sequences).t().contiguous()
+        elif args.layout == "random":
+            table = pages[torch.randperm(pool, generator=generator)].view(args.sequences, num_pages)
+        else:
+            table = pages.view(args.sequences, num_pages)
         lengths = torch.full((args.sequences,), args.length, dtype=torch.int32)
         self.batch = DecodeBatch(table, lengths, torch.full_like(lengths, args.budget))
         heads = args.kv_heads * args.group
@@ -158,7 +164,7 @@ def main() -> None:
         "isas": list(available_isas()),
         "shape": {
             name: getattr(args, name)
-            for name in ("sequences", "kv_heads", "group", "head_dim", "length", "page_size", "budget", "scorer", "dtype")
+            for name in ("sequences", "kv_heads", "group", "head_dim", "length", "page_size", "budget", "scorer", "dtype", "layout")
         },
         "layers": args.layers,
         "repeats": args.repeats,
