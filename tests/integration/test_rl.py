@@ -265,8 +265,12 @@ def test_rewards_that_draw_and_fail_resume_exactly(model: Path, tmp_path: Path) 
         rl.run(tiny_recipe(model, broken, **changes), quiet=True)
     assert json.loads((broken / "checkpoints" / "latest" / "state.json").read_text())["step"] == 2
     (broken / "checkpoints" / "latest").unlink()  # as a copy without links has it
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n{"step": 4, "lo')  # killed after step 3, while appending
     rl.run(tiny_recipe(model, broken, **changes), resume=True, quiet=True)
     assert metrics(broken) == metrics(straight)
+    last = "rollouts/step-000004.jsonl"
+    assert (broken / last).read_text() == (straight / last).read_text()
     ours, theirs = (trainer_state(run)["optimizer"]["masters"] for run in (broken, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
