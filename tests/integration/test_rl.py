@@ -291,11 +291,15 @@ def test_restore_keeps_generator_states_off_the_device(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), saved)
 
 
-def test_kl_is_to_the_adapter_that_training_started_from(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_kl_is_to_where_training_started(model: Path, tmp_path: Path, loaded: bool) -> None:
+    """One update per step, so that step 2 has moved away from the start but not from its own beginning."""
     first, second = tmp_path / "first", tmp_path / "second"
-    rl.run(tiny_recipe(model, first, train__steps=1, optimizer__learning_rate=0.1), quiet=True)
-    adapter = str(first / "checkpoints" / "latest" / "policy")
-    changes = {"adapter__path": adapter, "adapter__r": None, "adapter__alpha": None, "rl__beta": 0.1}
+    changes: dict[str, Any] = {"rl__beta": 0.1}
+    if loaded:
+        rl.run(tiny_recipe(model, first, train__steps=1, optimizer__learning_rate=0.1), quiet=True)
+        adapter = str(first / "checkpoints" / "latest" / "policy")
+        changes |= {"adapter__path": adapter, "adapter__r": None, "adapter__alpha": None}
     rl.run(tiny_recipe(model, second, train__steps=2, **changes), quiet=True)
     records = metrics(second)
     assert records[1]["kl_to_ref"] == pytest.approx(0.0, abs=1e-6)
