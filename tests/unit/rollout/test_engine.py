@@ -168,6 +168,15 @@ def test_a_group_is_prefilled_once_and_prompts_share_their_beginning(policy, mon
     assert tokens(together) == tokens(apart)
 
 
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_equal_prompts_share_all_but_what_predicts_the_first_token(policy, length):
+    ids = tuple(range(3, 3 + length))
+    twins = [Prompt(index=i, token_ids=ids) for i in range(2)]
+    sampling = SamplingParams(max_completion_length=6)
+    together = engine(policy).generate(twins, sampling, 2)
+    assert tokens(together) == tokens([engine(policy).generate([p], sampling, 2)[0] for p in twins])
+
+
 @pytest.mark.parametrize("prefill_tokens", [5, 16, 64])
 def test_chunked_prefill_is_the_same(policy, prefill_tokens):
     sampling = SamplingParams(max_completion_length=10)
@@ -203,6 +212,16 @@ def test_recorded_pages_are_a_valid_selection(policy):
         for row in rollout.pages[t].reshape(-1, 5):
             assert sorted(set(row)) == row.tolist(), "ascending, no page twice, no padding"
             assert {0, num_pages - 2, num_pages - 1} <= set(row.tolist())
+
+
+def test_budget_changes_with_the_token_that_opens_a_bin(policy):
+    plan = BudgetSchedule(name="step", page_size=8, dense_layers=(0,), bin_pages=8, pages=(4, 6))
+    sampling = SamplingParams(max_completion_length=12, record_pages=True)
+    rollout = engine(policy, plan).generate(prompts(50), sampling, 1)[0].rollouts[0]
+    # Token t is fed as the (51 + t)-th: 57 tokens are 8 pages, the first length of bin 1.
+    counts = (rollout.pages >= 0).sum(axis=-1)
+    for t in range(11):
+        assert (counts[t] == (4 if 51 + t < 57 else 6)).all()
 
 
 def test_a_dense_engine_records_no_pages(policy):
