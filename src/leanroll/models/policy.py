@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from leanroll.errors import ModelError
 from leanroll.models.attention import AttentionContext, install_attention, reject_padding
 from leanroll.models.head import LmHead, read_head
+from leanroll.models.lora import install_lora
 from leanroll.models.spec import ModelSpec, read_spec, stop_token_ids
 from leanroll.models.verify import verify_model
 
@@ -80,6 +81,7 @@ class Policy:
             model.requires_grad_(True)
         else:
             self.model = _add_adapter(model, adapter)
+            install_lora(self.model)
         self.version = 0
         self._checkpointed: list[GradientCheckpointingLayer] = []
 
