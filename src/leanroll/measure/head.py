@@ -104,10 +104,13 @@ class _Tempered:
             return cls(head, float(temperature), weight.detach().float())
         return cls(head, float(temperature), None)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Tempered logits [n, V] of rows [n, H], in a buffer of their own."""
+    def logits(self, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """Tempered logits [n, V] of rows [n, H], in a tensor of their own or at the start of the buffer [>= n, V]."""
         head = self.head
-        x = head.project(hidden) if self.wide_weight is None else hidden.float() @ self.wide_weight.T
+        if self.wide_weight is None:
+            x = head.project(hidden)
+        else:
+            x = torch.mm(hidden.float(), self.wide_weight.T, out=None if buffer is None else buffer[: hidden.shape[0]])
         if head.bias is not None:
             x += head.bias
         if head.scale != 1.0:
@@ -198,21 +201,30 @@ class _TokenLogprobs(torch.autograd.Function):
         # d logprob / d hidden of a row is independent of the other rows, so it can be made here and scaled later.
         jacobian = torch.empty_like(hidden) if needs_grad and hidden.requires_grad and not head_grad else None
         with torch.autocast(hidden.device.type, enabled=False):
+            # Pages that are fresh in every chunk cost a CPU more than the arithmetic on them: two buffers serve all chunks.
+            x = p = None
             for rows in _chunks(num_rows, chunk):
-                x = tempered.logits(hidden[rows])
+                x = tempered.logits(hidden[rows], x)
                 if support is not None:
                     support.apply(x, rows.start)
-                log_p = x.log_softmax(dim=-1)
-                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                top = x.amax(dim=-1, keepdim=True)
+                x -= top
                 if not with_entropy and jacobian is None:
+                    target = x.gather(1, targets[rows, None])
+                    logprobs[rows] = (target - x.exp_().sum(dim=-1, keepdim=True).log_()).squeeze(1)
                     continue
-                p = log_p.exp()
+                p = torch.exp(x, out=torch.empty_like(x) if p is None else p[: x.shape[0]])
+                total = p.sum(dim=-1, keepdim=True)
+                log_total = total.log()
+                logprobs[rows] = (x.gather(1, targets[rows, None]) - log_total).squeeze(1)
                 if with_entropy:
-                    if support is not None:
-                        log_p.masked_fill_(log_p == -torch.inf, 0.0)
-                    entropy[rows] = -torch.bmm(p[:, None], log_p[:, :, None])[:, 0, 0]
+                    finite = x if support is None else x.masked_fill(x == -torch.inf, 0.0)
+                    mean = torch.bmm(p[:, None], finite[:, :, None])[:, :, 0] / total
+                    entropy[rows] = (log_total - mean).squeeze(1)
                 if jacobian is not None:
-                    jacobian[rows] = tempered.jacobian(p, targets[rows], x).to(hidden.dtype)
+                    if tempered.head.softcap:
+                        x += top
+                    jacobian[rows] = tempered.jacobian(p.div_(total), targets[rows], x).to(hidden.dtype)
         ctx.mark_non_differentiable(entropy)
         ctx.has_jacobian = jacobian is not None
         if jacobian is not None:
