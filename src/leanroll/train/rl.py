@@ -248,7 +248,10 @@ class Trainer:
             self.accelerator.project_configuration.logging_dir = str(run.path)
             self.accelerator.init_trackers(config.name, config={"recipe": to_toml(config)})
         if done < 0:
-            self._log(0, self.evaluate(0) | _timings(display))
+            metrics = self.evaluate(0)
+            self._log(0, metrics | _timings(display))
+            if metrics:
+                display.say(f"before training · held-out {metrics['eval/reward/mean']:.3f}")
             done = 0
         display.clock.take()
         result = run_loop(
