@@ -22,9 +22,9 @@ from leanroll.kernels.cpu import linear_group
 from leanroll.kernels.cpu.native import check, dtype_code, native
 from leanroll.models.head import LmHead
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 """Rows up to which our products beat torch's."""
-MAX_HEAD_ROWS = 64
+MAX_HEAD_ROWS = 512
 """The same for the head, where the alternative also widens the weight."""
 _MAX_NORM_ELEMENTS = 1 << 18  # 16 rows of 128 heads of 128; beyond, torch's threads win
 SUPPORTED = (torch.bfloat16, torch.float32)

@@ -36,7 +36,7 @@ def linear_group(
     to x's dtype, each adapter product to the adapter's dtype.
 
     Args:
-        x: [M, K], bfloat16 or float32, M up to 32 (made for up to 16: beyond, torch is faster).
+        x: [M, K], bfloat16 or float32, M up to 64 (beyond, torch is as fast).
         weights: [N_i, K] each, dtype of x. biases: [N_i] or None each. lora: adapter or None each.
         out_dtype: of the results; None is x's dtype. float32 on bfloat16 inputs keeps what was accumulated (logits).
     Returns:

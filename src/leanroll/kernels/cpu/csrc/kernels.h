@@ -86,6 +86,29 @@ struct DotArgs {
   int64_t y_stride_m;
 };
 
+// The same for a short K (an adapter's rank) on plain float rows. `y` has room for full vectors: its rows are a multiple of 16 long.
+struct ExpandArgs {
+  const void* w;  // [N, K]
+  DType w_dtype;
+  const float* x;
+  int64_t x_stride;  // floats from row to row
+  int M, K;
+  int begin, end;
+  float* y;  // y[m * y_stride + n - begin]
+  int64_t y_stride;
+};
+
+// n outputs of one input row: out = y + bias, and with an adapter + scaling * delta, rounded as separate modules would.
+struct FinishArgs {
+  DType dtype, lora_dtype, out_dtype;  // of x and bias, of the adapter, of out
+  const float* y;
+  const float* delta;  // null: no adapter
+  float scaling;
+  const void* bias;  // null: none
+  void* out;
+  int n;
+};
+
 struct IsaTable {
   const char* name;
   void (*attend)(DType kv, const AttendArgs&);
@@ -97,6 +120,8 @@ struct IsaTable {
   // Lays x[M, K] out for `dot` against weights of a dtype.
   void (*prepare_rows)(DType x, const void* src, DType w, void* dst, int64_t dst_stride, int M, int K);
   void (*dot)(const DotArgs&);
+  void (*expand)(const ExpandArgs&);
+  void (*finish)(const FinishArgs&);
   void (*rms_norm)(DType t, const void* x, const void* w, void* y, int H, float eps, float offset, bool float_weight);
   void (*silu_mul)(DType t, const void* gate, const void* up, void* y, int64_t n);
   void (*rope)(DType t, const void* x, const void* cos, const void* sin, void* y, int H, int D);
@@ -147,7 +172,7 @@ void decode_attention(const Pool& pool, const Batch& batch, DType q_dtype, const
 void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const void* k, const void* v,
                   ScorerKind kind, const Attention& attention, int32_t* selected_out, int width, void* out, int threads);
 
-constexpr int kMaxLinearRows = 32;
+constexpr int kMaxLinearRows = 64;
 constexpr int kMaxRank = 1024;
 
 struct Linear {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -9,138 +10,112 @@
 namespace leanroll {
 namespace {
 
-enum Slot { kRows = 0, kLora = 1, kSegments = 0 };
+enum Slot { kRows = 0, kLora = 1, kRounded = 2, kSegments = 0 };
 constexpr int kBlock = 32;           // weight rows per item
+constexpr int kRankBlock = 8;        // the same for A of an adapter, which has few
 constexpr int kSegment = 2048;       // vocabulary entries per item of the sampler
 constexpr int64_t kSerialBytes = 1 << 16;  // less work than this is done by the calling thread alone
-
-float to_float(DType t, const void* p, int64_t i) {
-  if (t == DType::f32) return static_cast<const float*>(p)[i];
-  float out;
-  isa().convert(DType::bf16, static_cast<const bf16*>(p) + i, DType::f32, &out, 1);
-  return out;
-}
-
-void round_in_place(DType t, float* x, int64_t n, void* memory) {
-  if (t == DType::f32) return;
-  isa().convert(DType::f32, x, t, memory, n);
-  isa().convert(t, memory, DType::f32, x, n);
-}
 
 int64_t row_bytes(int K) { return static_cast<int64_t>(pad_dim(K)) * 4; }
 
 const char* bytes(const void* p) { return static_cast<const char*>(p); }
 char* bytes(void* p) { return static_cast<char*>(p); }
 
+int64_t blocks_of(int n, int size) { return (n + size - 1) / size; }
+
+// One linear layer in a group: where its items begin, and what is made of its adapter's A.
+struct Part {
+  const Linear* linear;
+  int64_t first_block, first_rank_block;  // items of the layers before it
+  float* low;                             // A x, [M, pad_dim(rank)]
+};
+
+// x as `dot` wants it against weights of a dtype.
+const char* prepared(DType dtype, const void* x, DType weights, int M, int K, char* memory) {
+  if (dtype == DType::f32 && weights == DType::bf16) {  // an adapter in bf16 reads x rounded
+    void* rounded = scratch(kRounded, static_cast<int64_t>(M) * K * 2);
+    isa().convert(DType::f32, x, DType::bf16, rounded, static_cast<int64_t>(M) * K);
+    dtype = DType::bf16, x = rounded;
+  }
+  isa().prepare_rows(dtype, x, weights, memory, row_bytes(K), M, K);
+  return memory;
+}
+
+// Rows [first, first + kRankBlock) of A x.
+void shrink(const Part& part, int first, const char* rows, int M, int K) {
+  const Linear& linear = *part.linear;
+  const int end = std::min(linear.rank, first + kRankBlock), stride = pad_dim(linear.rank);
+  isa().dot(DotArgs{linear.lora_a, linear.lora_dtype, rows, row_bytes(K), M, K, first, end, part.low + first, stride});
+  if (linear.lora_dtype == DType::f32) return;
+  for (int m = 0; m < M; ++m) {
+    bf16 rounded[kRankBlock];
+    float* low = part.low + static_cast<int64_t>(m) * stride + first;
+    isa().convert(DType::f32, low, DType::bf16, rounded, end - first);
+    isa().convert(DType::bf16, rounded, DType::f32, low, end - first);
+  }
+}
+
+// Outputs [first, first + kBlock).
+void produce(const Part& part, int first, DType dtype, const char* rows, int M, int K, DType out_dtype) {
+  const Linear& linear = *part.linear;
+  const int end = std::min(linear.N, first + kBlock);
+  float y[kMaxLinearRows * kBlock], delta[kMaxLinearRows * kBlock];
+  isa().dot(DotArgs{linear.weight, dtype, rows, row_bytes(K), M, K, first, end, y, kBlock});
+  if (linear.lora_a)
+    isa().expand(ExpandArgs{linear.lora_b, linear.lora_dtype, part.low, pad_dim(linear.rank), M, linear.rank, first, end, delta, kBlock});
+  for (int m = 0; m < M; ++m)
+    isa().finish(FinishArgs{dtype, linear.lora_dtype, out_dtype, y + m * kBlock, linear.lora_a ? delta + m * kBlock : nullptr,
+                            linear.scaling, linear.bias ? bytes(linear.bias) + first * size_of(dtype) : nullptr,
+                            bytes(linear.out) + (static_cast<int64_t>(m) * linear.N + first) * size_of(out_dtype), end - first});
+}
+
 }  // namespace
 
 void linear_group(DType dtype, const void* x, int M, int K, const Linear* linears, int count, DType out_dtype, int threads) {
-  // Input rows prepared for the weights, and once per dtype of adapters.
-  char* rows = static_cast<char*>(scratch(kRows, 3 * M * row_bytes(K)));
-  isa().prepare_rows(dtype, x, dtype, rows, row_bytes(K), M, K);
-  char* lora_rows[2] = {nullptr, nullptr};
-  lora_rows[static_cast<int>(dtype)] = rows;
-  bool any_lora = false;
-  int64_t blocks = 0, ranks = 0, weight_bytes = 0, lora_floats = 0;
-  for (int i = 0; i < count; ++i) {
-    const Linear& linear = linears[i];
-    blocks += (linear.N + kBlock - 1) / kBlock;
-    weight_bytes += static_cast<int64_t>(linear.N) * K * size_of(dtype);
-    if (!linear.lora_a) continue;
-    any_lora = true;
-    ranks += (linear.rank + kBlock - 1) / kBlock;
-    lora_floats += 2 * M * (row_bytes(linear.rank) / 4);
-    char*& prepared = lora_rows[static_cast<int>(linear.lora_dtype)];
-    if (!prepared) {
-      prepared = rows + (1 + static_cast<int>(linear.lora_dtype)) * M * row_bytes(K);
-      if (dtype == DType::f32 && linear.lora_dtype == DType::bf16) {  // the adapter computes in bf16: round the input first
-        bf16* rounded = static_cast<bf16*>(scratch(2, static_cast<int64_t>(M) * K * 2));
-        isa().convert(DType::f32, x, DType::bf16, rounded, static_cast<int64_t>(M) * K);
-        isa().prepare_rows(DType::bf16, rounded, DType::bf16, prepared, row_bytes(K), M, K);
-      } else {
-        isa().prepare_rows(dtype, x, linear.lora_dtype, prepared, row_bytes(K), M, K);
-      }
+  std::vector<Part> parts;
+  parts.reserve(static_cast<size_t>(count));
+  int64_t blocks = 0, rank_blocks = 0, weight_bytes = 0, low_floats = 0;
+  bool adapters[2] = {false, false};
+  for (const Linear* linear = linears; linear < linears + count; ++linear) {
+    parts.push_back(Part{linear, blocks, rank_blocks, nullptr});
+    blocks += blocks_of(linear->N, kBlock);
+    weight_bytes += static_cast<int64_t>(linear->N) * K * size_of(dtype);
+    if (!linear->lora_a) continue;
+    rank_blocks += blocks_of(linear->rank, kRankBlock);
+    low_floats += static_cast<int64_t>(M) * pad_dim(linear->rank);
+    adapters[static_cast<int>(linear->lora_dtype)] = true;
+  }
+  if (low_floats) {
+    float* low = static_cast<float*>(scratch(kLora, low_floats * 4));
+    for (Part& part : parts) {
+      part.low = low;
+      if (part.linear->lora_a) low += static_cast<int64_t>(M) * pad_dim(part.linear->rank);
     }
   }
-  // Per adapter: A x as floats [M, rank], then the same prepared for B.
-  float* lora = any_lora ? static_cast<float*>(scratch(kLora, lora_floats * 4)) : nullptr;
-  const auto lora_at = [&](int index) {
-    float* at = lora;
-    for (int i = 0; i < index; ++i)
-      if (linears[i].lora_a) at += 2 * M * (row_bytes(linears[i].rank) / 4);
-    return at;
-  };
-  // Finds the linear and the first row of a block of rows.
-  const auto locate = [&](int64_t block, bool of_ranks, int& first) {
-    for (int i = 0;; ++i) {
-      if (of_ranks && !linears[i].lora_a) continue;
-      const int64_t here = ((of_ranks ? linears[i].rank : linears[i].N) + kBlock - 1) / kBlock;
-      if (block < here) {
-        first = static_cast<int>(block) * kBlock;
-        return i;
-      }
-      block -= here;
-    }
-  };
-  std::atomic<int64_t> counters[3] = {};
-  parallel(weight_bytes < kSerialBytes ? 1 : threads, [&](const Team& team) {
-    if (any_lora) {
-      team.each(counters[0], ranks, [&](int64_t block) {
-        int first;
-        const int index = locate(block, true, first);
-        const Linear& linear = linears[index];
-        const int64_t stride = row_bytes(linear.rank) / 4;
-        DotArgs args{linear.lora_a, linear.lora_dtype, lora_rows[static_cast<int>(linear.lora_dtype)], row_bytes(K), M, K,
-                     first, std::min(linear.rank, first + kBlock), lora_at(index) + first, stride};
-        isa().dot(args);
-      });
-      team.barrier();
-      team.each(counters[1], count, [&](int64_t index) {
-        const Linear& linear = linears[index];
-        if (!linear.lora_a) return;
-        const int64_t stride = row_bytes(linear.rank) / 4;
-        float* ax = lora_at(static_cast<int>(index));
-        float* prepared = ax + M * stride;
-        for (int m = 0; m < M; ++m) {
-          // bf16 adapters round A x to bf16 before B
-          if (linear.lora_dtype == DType::bf16) {
-            bf16 rounded[1024];
-            isa().convert(DType::f32, ax + m * stride, DType::bf16, rounded, linear.rank);
-            isa().prepare_rows(DType::bf16, rounded, DType::bf16, prepared + m * stride, 0, 1, linear.rank);
-          } else {
-            isa().prepare_rows(DType::f32, ax + m * stride, DType::f32, prepared + m * stride, 0, 1, linear.rank);
-          }
-        }
+  char* memory = static_cast<char*>(scratch(kRows, 2 * M * row_bytes(K)));
+  const char* rows = prepared(dtype, x, dtype, M, K, memory);
+  const char* adapter_rows[2] = {rows, rows};
+  const DType other = dtype == DType::f32 ? DType::bf16 : DType::f32;
+  if (adapters[static_cast<int>(other)])
+    adapter_rows[static_cast<int>(other)] = prepared(dtype, x, other, M, K, memory + M * row_bytes(K));
+
+  if (weight_bytes < kSerialBytes) threads = 1;
+  std::vector<std::atomic<int64_t>> stretches(static_cast<size_t>(threads));
+  std::atomic<int64_t> counter{0};
+  parallel(threads, [&](const Team& team) {
+    if (rank_blocks) {
+      team.each(counter, rank_blocks, [&](int64_t block) {
+        const Part* part = &parts.back();
+        while (!part->linear->lora_a || block < part->first_rank_block) --part;
+        const int first = static_cast<int>(block - part->first_rank_block) * kRankBlock;
+        shrink(*part, first, adapter_rows[static_cast<int>(part->linear->lora_dtype)], M, K);
       });
       team.barrier();
     }
-    team.each(counters[2], blocks, [&](int64_t block) {
-      int first;
-      const int index = locate(block, false, first);
-      const Linear& linear = linears[index];
-      const int n = std::min(kBlock, linear.N - first);
-      float y[kMaxLinearRows * kBlock], delta[kMaxLinearRows * kBlock];
-      uint16_t rounded[kBlock];
-      isa().dot(DotArgs{linear.weight, dtype, rows, row_bytes(K), M, K, first, first + n, y, kBlock});
-      if (linear.lora_a)
-        isa().dot(DotArgs{linear.lora_b, linear.lora_dtype, lora_at(index) + M * (row_bytes(linear.rank) / 4),
-                          row_bytes(linear.rank), M, linear.rank, first, first + n, delta, kBlock});
-      for (int m = 0; m < M; ++m) {
-        float* row = y + m * kBlock;
-        if (linear.bias)
-          for (int i = 0; i < n; ++i) row[i] += to_float(dtype, linear.bias, first + i);
-        if (linear.lora_a) {
-          // As the unfused module rounds: base to x's dtype, each adapter step to the adapter's.
-          round_in_place(dtype, row, n, rounded);
-          float* add = delta + m * kBlock;
-          round_in_place(linear.lora_dtype, add, n, rounded);
-          for (int i = 0; i < n; ++i) add[i] *= linear.scaling;
-          round_in_place(linear.lora_dtype, add, n, rounded);
-          for (int i = 0; i < n; ++i) row[i] += add[i];
-        }
-        const int64_t at = static_cast<int64_t>(m) * linear.N + first;
-        isa().convert(DType::f32, row, out_dtype, bytes(linear.out) + at * size_of(out_dtype), n);
-      }
+    team.each_in_stretches(stretches.data(), blocks, [&](int64_t block) {
+      const Part* part = &parts.back();
+      while (block < part->first_block) --part;
+      produce(*part, static_cast<int>(block - part->first_block) * kBlock, dtype, rows, M, K, out_dtype);
     });
   });
 }

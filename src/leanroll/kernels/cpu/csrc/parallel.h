@@ -23,6 +23,17 @@ class Team {
     for (int64_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
   }
 
+  // Items 0..n-1 in one stretch per thread, so that each reads its own part of memory in order; a thread that has done its own
+  // goes on with the others'. counters: one per thread.
+  template <class Body>
+  void each_in_stretches(std::atomic<int64_t>* counters, int64_t n, Body&& body) const {
+    for (int step = 0; step < size_; ++step) {
+      const int owner = (thread_ + step) % size_;
+      const int64_t begin = n * owner / size_, end = n * (owner + 1) / size_;
+      for (int64_t i; (i = begin + counters[owner].fetch_add(1, std::memory_order_relaxed)) < end;) body(i);
+    }
+  }
+
  private:
   int thread_, size_;
 };

@@ -95,30 +95,32 @@ inline void dot_block(const DotArgs& a, int n, int m) {
   }
 }
 
-template <class T, int R>
-inline void dot_inputs(const DotArgs& a, int n) {
-  // Inputs in blocks of nearly equal size: 8 as 4 + 4 rather than 6 + 2.
+template <class T, int M>
+void dot_inputs(const DotArgs& a, int m) {
+  int n = a.begin;
+  for (; n + kWeightRows <= a.end; n += kWeightRows) dot_block<T, kWeightRows, M>(a, n, m);
+  for (; n < a.end; ++n) dot_block<T, 1, M>(a, n, m);
+}
+
+// Inputs in blocks of nearly equal size (9 as 5 + 4 rather than 8 + 1), which stay in the first-level cache while the weight rows pass.
+template <class T>
+void dot(const DotArgs& a) {
   const int blocks = (a.M + kInputRows - 1) / kInputRows;
   int m = 0;
   for (int b = 0; b < blocks; ++b) {
     const int size = (a.M - m + blocks - b - 1) / (blocks - b);
     switch (size) {
-      case 1: dot_block<T, R, 1>(a, n, m); break;
-      case 2: dot_block<T, R, 2>(a, n, m); break;
-      case 3: dot_block<T, R, (kInputRows >= 3 ? 3 : 1)>(a, n, m); break;
-      case 4: dot_block<T, R, (kInputRows >= 4 ? 4 : 1)>(a, n, m); break;
-      case 5: dot_block<T, R, (kInputRows >= 5 ? 5 : 1)>(a, n, m); break;
-      default: dot_block<T, R, (kInputRows >= 6 ? 6 : 1)>(a, n, m); break;
+      case 1: dot_inputs<T, 1>(a, m); break;
+      case 2: dot_inputs<T, 2>(a, m); break;
+      case 3: dot_inputs<T, (kInputRows >= 3 ? 3 : 1)>(a, m); break;
+      case 4: dot_inputs<T, (kInputRows >= 4 ? 4 : 1)>(a, m); break;
+      case 5: dot_inputs<T, (kInputRows >= 5 ? 5 : 1)>(a, m); break;
+      case 6: dot_inputs<T, (kInputRows >= 6 ? 6 : 1)>(a, m); break;
+      case 7: dot_inputs<T, (kInputRows >= 7 ? 7 : 1)>(a, m); break;
+      default: dot_inputs<T, (kInputRows >= 8 ? 8 : 1)>(a, m); break;
     }
     m += size;
   }
-}
-
-template <class T>
-void dot(const DotArgs& a) {
-  int n = a.begin;
-  for (; n + kWeightRows <= a.end; n += kWeightRows) dot_inputs<T, kWeightRows>(a, n);
-  for (; n < a.end; ++n) dot_inputs<T, 1>(a, n);
 }
 
 void dot_entry(const DotArgs& a) {
@@ -126,6 +128,73 @@ void dot_entry(const DotArgs& a) {
     dot<bf16>(a);
   else
     dot<float>(a);
+}
+
+// M inputs from row m on against one transposed tile of weights, added to y where `more`.
+template <int M>
+inline void expand_tile(const float* tile, int depth, const float* x, int64_t x_stride, float* y, int64_t y_stride, bool more) {
+  F acc[M];
+  for (int m = 0; m < M; ++m) acc[m] = more ? load(y + m * y_stride) : zero();
+  for (int k = 0; k < depth; ++k) {
+    const F w = load(tile + k * W);
+    for (int m = 0; m < M; ++m) acc[m] = fma(set1(x[m * x_stride + k]), w, acc[m]);
+  }
+  for (int m = 0; m < M; ++m) store(y + m * y_stride, acc[m]);
+}
+
+// A short K: one transposition of the weights, then W outputs at a time without a sum across lanes.
+template <class T>
+void expand(const ExpandArgs& a) {
+  const T* w = static_cast<const T*>(a.w);
+  prefetch_bytes(w + static_cast<int64_t>(a.end) * a.K, static_cast<int64_t>(a.end - a.begin) * a.K * static_cast<int64_t>(sizeof(T)));
+  float tile[W * W];  // [k][n]
+  for (int n = a.begin; n < a.end; n += W) {
+    for (int k = 0; k < a.K; k += W) {
+      const int depth = a.K - k < W ? a.K - k : W;
+      transpose(w + static_cast<int64_t>(n) * a.K + k, a.K, a.end - n < W ? a.end - n : W, depth, tile);
+      const float* x = a.x + k;
+      float* y = a.y + n - a.begin;
+      int m = 0;
+      for (; m + 4 <= a.M; m += 4) expand_tile<4>(tile, depth, x + m * a.x_stride, a.x_stride, y + m * a.y_stride, a.y_stride, k > 0);
+      for (; m < a.M; ++m) expand_tile<1>(tile, depth, x + m * a.x_stride, a.x_stride, y + m * a.y_stride, a.y_stride, k > 0);
+    }
+  }
+}
+
+void expand_entry(const ExpandArgs& a) {
+  if (a.w_dtype == DType::bf16)
+    expand<bf16>(a);
+  else
+    expand<float>(a);
+}
+
+// As the unfused modules round: the base product to x's dtype, each step of the adapter to the adapter's.
+template <class X, class L, class O>
+void finish(const FinishArgs& a) {
+  const X* bias = static_cast<const X*>(a.bias);
+  O* out = static_cast<O*>(a.out);
+  for (int i = 0; i < a.n; ++i) {
+    float y = a.y[i];
+    if (bias) y += to_float(bias[i]);
+    if (a.delta) y = round_to<X>(y) + round_to<L>(round_to<L>(a.delta[i]) * a.scaling);
+    from_float(y, out[i]);
+  }
+}
+
+template <class X, class L>
+void finish_into(const FinishArgs& a) {
+  if (a.out_dtype == DType::bf16)
+    finish<X, L, bf16>(a);
+  else
+    finish<X, L, float>(a);
+}
+
+void finish_entry(const FinishArgs& a) {
+  const bool narrow = a.lora_dtype == DType::bf16;
+  if (a.dtype == DType::bf16)
+    narrow ? finish_into<bf16, bf16>(a) : finish_into<bf16, float>(a);
+  else
+    narrow ? finish_into<float, bf16>(a) : finish_into<float, float>(a);
 }
 
 }  // namespace

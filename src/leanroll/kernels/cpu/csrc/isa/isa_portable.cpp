@@ -13,7 +13,8 @@ namespace leanroll {
 const IsaTable* portable_table() {
   static const IsaTable table = {
       "portable",        attend_entry,   score_entry,    select_entry, landmark_entry, convert_entry,     prepare_rows_entry,
-      dot_entry,       rms_norm_entry, silu_mul_entry, rope_entry,   exp_sum_entry,  exp_values_entry,
+      dot_entry,       expand_entry,   finish_entry,
+      rms_norm_entry, silu_mul_entry, rope_entry,   exp_sum_entry,  exp_values_entry,
   };
   return &table;
 }

@@ -75,11 +75,29 @@ inline void prefetch_bytes(const void* p, int64_t bytes) {
 template <class T, class X>
 inline void tile_order(const X* x, int n, float* out) {
   const int padded = pad_dim(n);
+  if (sizeof(T) == 4) {
+    for (int i = 0; i < n; ++i) out[i] = to_float(x[i]);
+    for (int i = n; i < padded; ++i) out[i] = 0.0f;
+    return;
+  }
   for (int t = 0; t < padded; t += 2 * W)
     for (int i = 0; i < 2 * W; ++i) {
-      const int source = t + (sizeof(T) == 2 ? (i < W ? 2 * i : 2 * (i - W) + 1) : i);
+      const int source = t + (i < W ? 2 * i : 2 * (i - W) + 1);
       out[t + i] = source < n ? to_float(x[source]) : 0.0f;
     }
+}
+
+// tile[j][i] = rows[i][j] for i < width, j < depth; zero for the other i < W.
+template <class T>
+inline void transpose(const T* rows, int64_t stride, int width, int depth, float* tile) {
+#if LEANROLL_TRANSPOSE
+  if (width == W && depth == W) {
+    transpose_tile(rows, stride, tile);
+    return;
+  }
+#endif
+  for (int j = 0; j < depth; ++j)
+    for (int i = 0; i < W; ++i) tile[j * W + i] = i < width ? to_float(rows[i * stride + j]) : 0.0f;
 }
 
 #if LEANROLL_DOT_BF16

@@ -16,6 +16,7 @@ constexpr int W = 8;
 constexpr int kHeadBlock = 4, kTileBlock = 1;
 constexpr int kWeightRows = 2, kInputRows = 4;
 #define LEANROLL_DOT_BF16 0
+#define LEANROLL_TRANSPOSE 0
 
 inline F zero() { return _mm256_setzero_ps(); }
 inline F set1(float x) { return _mm256_set1_ps(x); }

@@ -15,6 +15,7 @@ constexpr int W = 4;
 constexpr int kHeadBlock = 2, kTileBlock = 2;  // accumulators of the value pass: heads x tiles x 2
 constexpr int kWeightRows = 2, kInputRows = 2;  // accumulators of the linear kernel
 #define LEANROLL_DOT_BF16 0
+#define LEANROLL_TRANSPOSE 0
 
 inline F zero() { return F{0, 0, 0, 0}; }
 inline F set1(float x) { return F{x, x, x, x}; }
