@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
-from leanroll.kernels.scorers import Scorer, get_scorer
+from leanroll.kernels.scorers import Scorer, get_scorer, scorer_names
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -58,11 +58,16 @@ def shapes(draw: st.DrawFn) -> Shape:
         last_pages=last,
         kv_dtype=dtypes[0],
         q_dtype=dtypes[1],
-        scorer=draw(st.sampled_from(("mean", "softmax"))),
+        scorer=draw(st.sampled_from(scorer_names())),
         softcap=draw(st.sampled_from((0.0, 0.0, 20.0))),
         window=draw(st.sampled_from((0, 0, 1, 77, 600))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def poison_bytes(landmarks: Tensor) -> None:
+    """All bits set: NaN in every floating-point type, and in the scales of packed landmarks."""
+    landmarks.view(torch.uint8).fill_(0xFF)
 
 
 class Case:
@@ -86,7 +91,7 @@ class Case:
         poison = torch.full((pool, heads, size, dim), torch.nan, dtype=shape.kv_dtype)
         self.layer = PagedLayer(poison.clone(), poison.clone())
         self.layer.landmarks = self.scorer.allocate(pool, heads, dim, size, shape.kv_dtype, torch.device("cpu"))
-        self.layer.landmarks.fill_(torch.nan)
+        poison_bytes(self.layer.landmarks)
 
         # Entries beyond a sequence's pages are out of range: nobody may follow them.
         table = torch.full((len(num_pages), max(num_pages) + 1), 2**30, dtype=torch.int32)
@@ -124,7 +129,9 @@ class Case:
 
     @property
     def score_scale(self) -> float:
-        """Size of a query times that of a mean key: what a page score is made of."""
+        """Size of what a page score is made of: a query times a mean key; 1 for a probability."""
+        if self.shape.scorer != "mean":
+            return 1.0
         return float(self.q.float().norm(dim=-1).mean()) * (self.shape.head_dim / self.shape.page_size) ** 0.5
 
     def sequence(self, b: int) -> tuple[DecodeBatch, slice]:

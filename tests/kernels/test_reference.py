@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from torch.nn.functional import scaled_dot_product_attention
 
 from leanroll.errors import ConfigError, UserError
+from leanroll.kernels.landmarks import unpack
 from leanroll.kernels.layout import DecodeBatch, PagedLayer, current_slots
 from leanroll.kernels.reference import ReferenceBackend, decode_attention, select_pages, write_kv
-from leanroll.kernels.scorers import get_scorer
+from leanroll.kernels.scorers import get_scorer, landmarks_of
 from tests.assertions import assert_close
 from tests.kernels.cases import Case, Shape, shapes
 
@@ -92,26 +93,64 @@ def test_ties_go_to_the_earlier_page() -> None:
     assert select_pages(scores, batch, 8).tolist() == [[[0, 1, 2, 6, 7]]]
 
 
+def page_logits(case: Case, b: int, head: int, q: torch.Tensor, page: int) -> torch.Tensor:
+    """What the scorer's definition says of one page: unnormalised log mass per query head, [G]."""
+    shape, keys = case.shape, tokens_of(case, b, [page], head)[0]
+    scale = shape.head_dim**-0.5
+    if shape.scorer == "softmax":
+        return q @ keys.mean(0).to(shape.kv_dtype).float() * scale
+    if shape.scorer == "minmax":
+        return torch.maximum(q * keys.amin(0), q * keys.amax(0)).sum(-1) * scale
+    if shape.scorer == "oracle-mass":
+        return (q @ keys.T * scale).logsumexp(-1)
+    name, bits = shape.scorer.split("-int")
+    rows = keys if name == "keys" else keys.view(int(name[3:]), -1, shape.head_dim).mean(1)
+    packed = landmarks_of(case.layer)[int(case.batch.block_table[b, page]), head]
+    stored = unpack(packed, len(rows), shape.head_dim, int(bits))
+    step = rows.abs().amax(-1, keepdim=True) / (2 ** (int(bits) - 1) - 1)
+    assert ((stored - rows).abs() <= 0.51 * step + 1e-6).all(), "quantised to the nearest step"
+    return (q @ stored.T * scale).logsumexp(-1)
+
+
 @EXAMPLES
 @given(shapes())
-def test_scores_are_products_with_mean_keys(shape: Shape) -> None:
+def test_scores_are_what_their_definitions_say(shape: Shape) -> None:
     case = Case(shape)
     scores = case.scorer.score(case.q, case.layer, case.batch)
+    assert scores.dtype == torch.float32
     for b, length in enumerate(shape.lengths):
-        candidates = range(shape.first_pages, -(-length // shape.page_size) - shape.last_pages)
+        num_pages = -(-length // shape.page_size)
+        candidates = range(shape.first_pages, num_pages - shape.last_pages)
         assert torch.isinf(scores[b]).sum() == (scores.shape[-1] - len(candidates)) * shape.num_kv_heads
         for head in range(shape.num_kv_heads):
             if not candidates:
                 continue
-            means = torch.stack([tokens_of(case, b, [p], head)[0].mean(0) for p in candidates]).to(shape.kv_dtype).float()
             q = case.q[b, head * shape.group : (head + 1) * shape.group].float()
             if shape.scorer == "mean":
-                expected = means @ q.mean(0)
+                means = [tokens_of(case, b, [p], head)[0].mean(0) for p in candidates]
+                expected = torch.stack(means).to(shape.kv_dtype).float() @ q.mean(0)
             else:
-                expected = (q @ means.T * shape.head_dim**-0.5).softmax(-1).sum(0)
+                competing = range(num_pages) if shape.scorer == "oracle-mass" else candidates
+                logits = torch.stack([page_logits(case, b, head, q, p) for p in competing], dim=-1)
+                expected = logits.softmax(-1).sum(0)[[competing.index(p) for p in candidates]]
             # In bf16 a mean may round to the other neighbour when the order of its sum differs.
             actual = scores[b, head, list(candidates)]
             assert_close(actual, expected, shape.kv_dtype, scale=case.score_scale)
+
+
+@EXAMPLES
+@given(shapes())
+def test_rows_given_or_gathered_score_alike(shape: Shape) -> None:
+    """Queries of one sequence, as `PageIndex` scores them: its rows once, instead of once per query."""
+    case = Case(shape)
+    alone, _ = case.sequence(0)
+    count = int(alone.num_pages(shape.page_size))
+    lengths = torch.arange(1, shape.lengths[0] + 1, max(1, shape.lengths[0] // 7), dtype=torch.int32)
+    table = alone.block_table[:, :count].repeat(len(lengths), 1)
+    batch = DecodeBatch(table, lengths, alone.budgets.repeat(len(lengths)), shape.first_pages, shape.last_pages)
+    q = torch.randn(len(lengths), *case.q.shape[1:]).to(shape.q_dtype)
+    shared = case.scorer.score_rows(q, case.scorer.rows(case.layer, table[0].long()), batch, shape.page_size)
+    assert_close(shared, case.scorer.score(q, case.layer, batch), scale=case.score_scale)
 
 
 def test_writing_and_slots() -> None:

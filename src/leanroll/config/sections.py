@@ -146,6 +146,12 @@ class TaskConfig(Section):
         return self
 
 
+# The names that `kernels.scorers` knows, which loads torch and so is not imported here; a test compares them.
+ScorerName = Literal[
+    "mean", "softmax", "minmax", "sub4-int4", "sub4-int8", "sub8-int4", "keys-int4", "oracle-mass"
+]  # fmt: skip
+
+
 class RolloutConfig(Section):
     """[rollout]: how completions are generated."""
 
@@ -154,8 +160,10 @@ class RolloutConfig(Section):
         min_length=1,
         description="KV pages read per token by length: dense, a preset such as qwen3-4b-0.86, or a JSON file.",
     )
-    scorer: Literal["mean", "softmax"] | None = Field(
-        None, description="Page scorer: mean or softmax. None: the one the schedule was measured with."
+    scorer: ScorerName | None = Field(
+        None,
+        description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, or oracle-mass (for "
+        "diagnosis). None: the one the schedule was measured with.",
     )
     kernel: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto",

@@ -15,7 +15,7 @@ from torch import Tensor
 from leanroll.errors import ConfigError
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
 from leanroll.kernels.reference import select_pages
-from leanroll.kernels.scorers import MeanScorer, Scorer, SoftmaxScorer, candidate_mask, get_scorer, landmarks_of
+from leanroll.kernels.scorers import Scorer, get_scorer
 from leanroll.rollout.schedule import BudgetSchedule
 
 
@@ -92,11 +92,9 @@ class PageIndex:
         landmarks = self._scorer.allocate(self.num_pages, num_heads, dim, size, keys.dtype, keys.device)
         self._layer = PagedLayer(paged, paged, landmarks)
         self._scorer.update(self._layer, torch.arange(length // size, dtype=torch.int32, device=keys.device))
-        self._landmarks: Tensor | None = None
-        if type(self._scorer) in (MeanScorer, SoftmaxScorer):
-            # The page being written has no landmark; zeros keep its product finite, the candidate mask removes it.
-            landmarks_of(self._layer)[length // size :] = 0
-            self._landmarks = landmarks_of(self._layer).float().permute(1, 2, 0).contiguous()  # [Hk, D, N]
+        # All queries share these rows: one product instead of a gather of landmarks per query. The page being written has no
+        # landmark, whatever stands there; scorers mask it.
+        self._rows = self._scorer.rows(self._layer, torch.arange(self.num_pages, device=keys.device))
 
     def select(self, q: Tensor, lengths: np.ndarray) -> Tensor:
         """Pages read by queries q [Hq, T, D], whose sequence has `lengths` [T] tokens at their step → bool [Hk, T, N]."""
@@ -109,26 +107,8 @@ class PageIndex:
             first_pages=self._schedule.first_pages,
             last_pages=self._schedule.last_pages,
         )
-        queries = q.detach().transpose(0, 1)
-        if self._landmarks is None:
-            scores = self._scorer.score(queries, self._layer, batch)
-        else:
-            scores = self._shared_scores(queries, batch)
+        scores = self._scorer.score_rows(q.detach().transpose(0, 1), self._rows, batch, self._schedule.page_size)
         return page_mask(select_pages(scores, batch, self._schedule.page_size), self.num_pages).transpose(0, 1)
-
-    def _shared_scores(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """`Scorer.score` for queries that share one sequence: one product instead of a gather of landmarks per query."""
-        assert self._landmarks is not None
-        num_queries, num_heads, dim = q.shape
-        num_kv_heads = self._landmarks.shape[0]
-        grouped = q.float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, dim)
-        mask = candidate_mask(batch, self._schedule.page_size)[:, None]
-        if isinstance(self._scorer, MeanScorer):
-            scores = torch.einsum("thd,hdn->thn", grouped.mean(dim=2), self._landmarks)
-            return scores.masked_fill(~mask, -torch.inf)
-        products = torch.einsum("thgd,hdn->thgn", grouped, self._landmarks) * dim**-0.5
-        weights = products.masked_fill(~mask[:, :, None], -torch.inf).softmax(dim=-1)
-        return weights.sum(dim=2).masked_fill(~mask, -torch.inf)
 
 
 def page_mask(selected: Tensor, num_pages: int) -> Tensor:

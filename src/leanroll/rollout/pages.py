@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leanroll.errors import ConfigError
 from leanroll.kernels.layout import PagedLayer
-from leanroll.kernels.scorers import Scorer
+from leanroll.kernels.scorers import Scorer, bytes_per_page
 
 GIB = 1024**3
 NO_PARENT = -1
@@ -53,17 +53,10 @@ class PagePool:
         shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
         self.k = _allocate(shape, dtype, device)
         self.v = _allocate(shape, dtype, device)
-        sparse = set(sparse_layers)
-        self.layers = [
-            PagedLayer(
-                k=self.k[i],
-                v=self.v[i],
-                landmarks=scorer.allocate(num_pages, num_kv_heads, head_dim, page_size, dtype, device)
-                if i in sparse
-                else None,
-            )
-            for i in range(num_layers)
-        ]
+        page_shape, stored = scorer.storage(num_kv_heads, head_dim, page_size, dtype)
+        landmarks = _allocate((len(sparse_layers), num_pages, *page_shape), stored, device)
+        of_layer = dict(zip(sparse_layers, landmarks, strict=True))
+        self.layers = [PagedLayer(self.k[i], self.v[i], of_layer.get(i)) for i in range(num_layers)]
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._reserved = 0
@@ -174,7 +167,7 @@ def pages_for_memory(
     if not 0.0 < kv_memory_gib < math.inf:
         raise ConfigError(f"kv_memory_gib is {kv_memory_gib}; expected a positive number.")
     one_layer = 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
-    landmark = _nbytes(scorer.allocate(1, num_kv_heads, head_dim, page_size, dtype, torch.device("cpu")))
+    landmark = bytes_per_page(scorer, num_kv_heads, head_dim, page_size, dtype)
     page_bytes = num_layers * one_layer + num_sparse_layers * landmark
     count = int(kv_memory_gib * GIB // page_bytes)
     if count < 1:
@@ -186,21 +179,17 @@ def pages_for_memory(
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for keys or values. Pages are read in scattered pieces of a few KiB: where the system has huge pages on request
-    (Linux), asking for them saves the processor an address translation per piece, 5 to 10 % of a decode step."""
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
+    """Memory for keys, values or landmarks. Pages are read in scattered pieces of a few KiB: where the system has huge pages on
+    request (Linux), asking for them saves the processor an address translation per piece, 5 to 10 % of a decode step."""
     num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0 or device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"The system gives no {num_bytes / GIB:.1f} GiB for half of the KV pool ({error}); lower kv_memory_gib."
+            f"The system gives no {num_bytes / GIB:.1f} GiB for a part of the KV pool ({error}); lower kv_memory_gib."
         ) from error
     with contextlib.suppress(OSError):  # a kernel without huge pages says EINVAL; the memory is as good as any other
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def _nbytes(storage: Tensor) -> int:
-    return storage.numel() * storage.element_size()

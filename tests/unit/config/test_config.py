@@ -29,6 +29,7 @@ from leanroll.config import (
 )
 from leanroll.config.recipes import INERT_RULES, inert_options
 from leanroll.config.schema import field_at
+from leanroll.config.sections import ScorerName
 from leanroll.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
@@ -45,6 +46,12 @@ def test_shipped_recipe(path: Path) -> None:
         assert Path(config.rollout.schedule).is_file()
     for option in (config.task.path, config.task.eval_path, config.task.few_shot_file, config.model.chat_template):
         assert option is None or Path(option).is_file()
+
+
+def test_page_scorers_are_those_of_the_kernels() -> None:
+    from leanroll.kernels.scorers import scorer_names
+
+    assert get_args(ScorerName) == scorer_names()
 
 
 def test_every_field_is_described() -> None:

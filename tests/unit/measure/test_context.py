@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from leanroll.errors import ConfigError, UserError
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
 from leanroll.kernels.reference import ReferenceBackend
-from leanroll.kernels.scorers import get_scorer
+from leanroll.kernels.scorers import get_scorer, scorer_names
 from leanroll.measure import context as context_module
 from leanroll.measure.context import PackedContext
 from leanroll.measure.packing import pack, pack_tokens
@@ -92,7 +92,8 @@ def decode_stepwise(q, k, v, prompt_length, schedule, scorer_name, call):
     # Physical pages in reverse order; whatever was never written is NaN.
     table = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32)[None]
     cache = [torch.full((num_pages, heads, size, dim), torch.nan) for _ in range(2)]
-    landmarks = scorer.allocate(num_pages, heads, dim, size, torch.float32, torch.device("cpu")).fill_(torch.nan)
+    landmarks = scorer.allocate(num_pages, heads, dim, size, torch.float32, torch.device("cpu"))
+    landmarks.view(torch.uint8).fill_(0xFF)  # NaN
     layer = PagedLayer(cache[0], cache[1], landmarks)
     positions = torch.arange(prompt_length)
     slots = table[0, positions // size].long() * size + positions % size
@@ -133,7 +134,7 @@ def decode_stepwise(q, k, v, prompt_length, schedule, scorer_name, call):
     heads=st.sampled_from([(2, 2), (4, 2), (8, 1)]),
     first=st.integers(0, 2),
     last=st.integers(1, 3),
-    scorer=st.sampled_from(["mean", "softmax"]),
+    scorer=st.sampled_from(scorer_names()),
     softcap=st.sampled_from([0.0, 2.0]),
     block=st.sampled_from([1, 7, 256]),
 )
@@ -182,17 +183,6 @@ def test_sparse_gradients_are_those_of_masked_attention():
             assert_close(out[:, rows], expected)
             for_packed, for_alone = for_packed + out[:, rows].square().sum(), for_alone + expected.square().sum()
         assert_close(gradient(for_packed, packed), gradient(for_alone, alone), name="gradient")
-
-
-@pytest.mark.parametrize("scorer", ["mean", "softmax"])
-def test_shared_scores_are_the_scorers_own(scorer):
-    schedule = BudgetSchedule("test", 8, 1, 2, dense_layers=(), pages=(5,))
-    q, k, _ = qkv(83)
-    index = PageIndex(k[0], schedule, scorer)
-    lengths = torch.arange(1, 84, dtype=torch.int32)
-    batch = DecodeBatch(torch.arange(11, dtype=torch.int32).repeat(83, 1), lengths, torch.full_like(lengths, 5), 1, 2)
-    queries = q[0].transpose(0, 1)
-    assert_close(index._shared_scores(queries, batch), get_scorer(scorer).score(queries, index._layer, batch))
 
 
 def test_keys_and_values_are_rounded_to_the_cache():

@@ -106,6 +106,9 @@ def test_memory_counts_landmarks():
     shape = dict(page_size=8, num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.float32, scorer=get_scorer("mean"))
     page_bytes = 2 * 2 * 8 * 4 * 4 + 1 * 4 * 4
     assert pages_for_memory(10 * page_bytes / GIB, num_sparse_layers=1, **shape) == 10
+    shape["scorer"] = get_scorer("keys-int4")
+    packed_bytes = 2 * 2 * 8 * 4 * 4 + 1 * (8 * 8 + 8 * 2)
+    assert pages_for_memory(10 * packed_bytes / GIB, num_sparse_layers=1, **shape) == 10
     with pytest.raises(ConfigError, match="raise it"):
         pages_for_memory(0.5 * page_bytes / GIB, num_sparse_layers=1, **shape)
     for senseless in (0.0, -1.0, float("inf"), float("nan")):
