@@ -13,7 +13,7 @@ SOURCE = Path(leanroll.__file__).parent
 
 # A module may import its own layer and those above it.
 LAYERS = (
-    ("errors", "types", "rundir", "rundir_metrics", "environment"),
+    ("errors", "types", "rundir", "rundir_lock", "rundir_metrics", "environment"),
     ("config",),
     ("tasks",),
     ("kernels",),
@@ -22,6 +22,7 @@ LAYERS = (
     ("rollout",),
     ("measure",),
     ("losses",),
+    ("calibrate",),
     ("train",),
     ("report",),
     ("integrations",),
@@ -102,6 +103,7 @@ def test_report_does_not_know_the_trainer() -> None:
         "leanroll.environment",
         "leanroll.report",
         "leanroll.rollout.schedule",
+        "leanroll.calibrate.cost",
         "leanroll.tasks",
         "leanroll.cli.main",
     ],

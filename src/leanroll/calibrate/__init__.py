@@ -1,0 +1,1 @@
+"""From acceptance measurements to a budget schedule: sweep, fit, cost model."""
