@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leanroll.kernels.scorers import scorer_names
 from leanroll.measure.logprobs import score
 from leanroll.measure.selection import SparsePlan
 from leanroll.rollout.engine import RolloutEngine
@@ -78,9 +79,11 @@ def test_dense_decoding_is_dense_rescoring(family, backend):
     assert_logprobs_close(groups, score(policy, groups, temperature=1.0, max_tokens=512), torch.float32)
 
 
-@pytest.mark.parametrize("scorer", ["mean", "softmax"])
+@pytest.mark.parametrize(
+    ("family", "scorer"),
+    [*((family, scorer) for family in FAMILIES for scorer in ("mean", "softmax")), *(("llama", s) for s in scorer_names()[2:])],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_i2_own_selection_in_fp32(family, backend, scorer):
     policy = tiny_policy(family, adapter=True)
     plan = schedule(scorer=scorer)
@@ -127,7 +130,7 @@ def test_i2_recorded_pages_in_bf16(backend):
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     reserved=st.sampled_from([(0, 1), (1, 1), (1, 2), (2, 3)]),
     backend=st.sampled_from(BACKENDS),
-    scorer=st.sampled_from(["mean", "softmax"]),
+    scorer=st.sampled_from(scorer_names()),
 )
 def test_i2_over_shapes(group, head_dim, page_size, lengths, reserved, backend, scorer):
     policy = tiny_policy(

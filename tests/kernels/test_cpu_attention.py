@@ -11,11 +11,13 @@ from torch import Tensor
 
 from leanroll.errors import BackendUnavailable, UserError
 from leanroll.kernels.cpu import CpuBackend
+from leanroll.kernels.cpu.backend import scorer_code
+from leanroll.kernels.cpu.native import native
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
 from leanroll.kernels.reference import ReferenceBackend
-from leanroll.kernels.scorers import MeanScorer
+from leanroll.kernels.scorers import MeanScorer, QuantisedScorer, bytes_per_page, get_scorer, scorer_names
 from tests.assertions import assert_close
-from tests.kernels.cases import Case, Shape, shapes
+from tests.kernels.cases import Case, Shape, poison_bytes, shapes
 
 pytestmark = pytest.mark.usefixtures("isa")
 EXAMPLES = settings(max_examples=25, deadline=None)
@@ -43,6 +45,22 @@ def test_scores(shape: Shape) -> None:
     arguments = (case.q, case.layer, case.batch, case.scorer)
     actual, expected = CpuBackend().score_pages(*arguments), REFERENCE.score_pages(*arguments)
     assert_close(actual, expected, scale=case.score_scale)
+
+
+@pytest.mark.parametrize("scorer", scorer_names())
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_scorer_on_a_large_batch(scorer: str, head_dim: int, dtype: torch.dtype) -> None:
+    shape = replace(LARGE, scorer=scorer, head_dim=head_dim, group=7, kv_dtype=dtype, q_dtype=dtype)
+    case, cpu = Case(shape), CpuBackend()
+    arguments = (case.q * 3, case.layer, case.batch, case.scorer)  # sharp distributions
+    scores = cpu.score_pages(*arguments)
+    assert_close(scores, REFERENCE.score_pages(*arguments), scale=3 * case.score_scale)
+    again = cpu.score_pages(*arguments)
+    assert torch.equal(scores, again), "whatever else the scratch memory holds"
+    for b in range(case.batch.size):
+        alone, rows = case.sequence(b)
+        assert torch.equal(cpu.score_pages(case.q[rows] * 3, case.layer, alone, case.scorer), scores[rows])
 
 
 @EXAMPLES
@@ -86,9 +104,12 @@ def test_fused_step(shape: Shape) -> None:
 
 
 def assert_same_landmarks(actual: PagedLayer, expected: PagedLayer) -> None:
-    """Equal up to one rounding: the order of the sum may decide a tie between two bf16 neighbours."""
+    """Packed ones to the byte. Others up to one rounding: the order of the sum may decide a tie between two bf16 neighbours."""
     assert actual.landmarks is not None
     assert expected.landmarks is not None
+    if expected.landmarks.dtype == torch.uint8:
+        assert torch.equal(actual.landmarks, expected.landmarks)
+        return
     assert torch.equal(actual.landmarks.isnan(), expected.landmarks.isnan())
     assert_close(actual.landmarks.nan_to_num(), expected.landmarks.nan_to_num())
 
@@ -105,7 +126,7 @@ def test_landmarks_and_writes(shape: Shape) -> None:
     case, cpu = Case(shape), CpuBackend()
     layer = case.copy_of_layer()
     assert layer.landmarks is not None
-    layer.landmarks.fill_(torch.nan)
+    poison_bytes(layer.landmarks)
     cpu.update_landmarks(layer, case.full_pages, case.scorer)
     assert_same_landmarks(layer, case.layer)
     slots = torch.randperm(layer.k.shape[0] * shape.page_size)[: case.q.shape[0]]
@@ -114,6 +135,16 @@ def test_landmarks_and_writes(shape: Shape) -> None:
     cpu.write_kv(layer, case.k, case.v, slots)
     assert torch.equal(layer.k.nan_to_num(), expected.k.nan_to_num())
     assert torch.equal(layer.v.nan_to_num(), expected.v.nan_to_num())
+
+
+@pytest.mark.parametrize("name", scorer_names())
+def test_both_sides_agree_on_the_size_of_landmarks(name: str) -> None:
+    scorer = get_scorer(name)
+    for dim in (8, 64, 72, 80, 256):
+        for size in (8, 128):
+            for code, dtype in enumerate((torch.float32, torch.bfloat16)):
+                expected = bytes_per_page(scorer, 3, dim, size, dtype)
+                assert 3 * native().landmark_bytes(scorer_code(scorer, size), code, dim) == expected
 
 
 def test_output_depends_neither_on_batch_nor_on_threads() -> None:
@@ -188,3 +219,9 @@ def test_wrong_arguments_are_named() -> None:
 
     with pytest.raises(BackendUnavailable, match="'custom' has no C"):
         cpu.score_pages(case.q, case.layer, case.batch, Custom())
+    with pytest.raises(UserError, match="landmarks is"):
+        cpu.score_pages(case.q, case.layer, case.batch, QuantisedScorer("mine", 4, 4))
+    thirds = QuantisedScorer("thirds", 4, 3)
+    layer = PagedLayer(case.layer.k, case.layer.v, torch.zeros(case.layer.k.shape[0], 3, 3 * 34, dtype=torch.uint8))
+    with pytest.raises(UserError, match="into 3 runs"):
+        cpu.score_pages(case.q, layer, case.batch, thirds)

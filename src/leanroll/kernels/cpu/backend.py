@@ -12,11 +12,23 @@ from torch import Tensor
 from leanroll.errors import BackendUnavailable, UserError
 from leanroll.kernels.cpu.native import check, dtype_code, native
 from leanroll.kernels.cpu.ops import sample_rows
+from leanroll.kernels.landmarks import QUAD
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
-from leanroll.kernels.scorers import MeanScorer, Scorer, SoftmaxScorer, landmarks_of
+from leanroll.kernels.scorers import (
+    MeanScorer,
+    MinMaxScorer,
+    OracleScorer,
+    QuantisedScorer,
+    Scorer,
+    SoftmaxScorer,
+    landmarks_of,
+    scorer_names,
+)
 
-_SCORER_KINDS: dict[type, int] = {MeanScorer: 1, SoftmaxScorer: 2}
-_DENSE = 0
+# As `ScorerKind` in kernels.h counts them.
+_SCORER_KINDS: dict[type, int] = {MeanScorer: 1, SoftmaxScorer: 2, MinMaxScorer: 3, OracleScorer: 6}
+_QUANTISED_KINDS = {4: 4, 8: 5}  # by bits
+_DENSE = (0, 1)
 
 
 class CpuBackend:
@@ -42,19 +54,19 @@ class CpuBackend:
         )  # fmt: skip
 
     def update_landmarks(self, layer: PagedLayer, page_ids: Tensor, scorer: Scorer) -> None:
-        _scorer_kind(scorer)
         _, num_kv_heads, page_size, head_dim = layer.k.shape
         pages = check(page_ids, "page_ids", tuple(page_ids.shape), torch.int32)
         self._native.update_landmarks(
-            _layer(layer, landmarks=True), num_kv_heads, head_dim, page_size, pages, page_ids.numel(), _threads()
-        )
+            _layer(layer, scorer), scorer_code(scorer, page_size), num_kv_heads, head_dim, page_size, pages, page_ids.numel(),
+            _threads(),
+        )  # fmt: skip
 
     def score_pages(self, q: Tensor, layer: PagedLayer, batch: DecodeBatch, scorer: Scorer) -> Tensor:
         q = q.contiguous()
         out = torch.empty(batch.size, layer.num_kv_heads, batch.block_table.shape[1], dtype=torch.float32)
         self._native.score_pages(
-            _layer(layer, landmarks=True), _batch(batch, q, layer), dtype_code(q, "q"), q.data_ptr(),
-            _scorer_kind(scorer), out.data_ptr(), _threads(),
+            _layer(layer, scorer), _batch(batch, q, layer), dtype_code(q, "q"), q.data_ptr(),
+            scorer_code(scorer, layer.page_size), out.data_ptr(), _threads(),
         )  # fmt: skip
         return out
 
@@ -110,9 +122,9 @@ class CpuBackend:
             width = selected_out.shape[-1]
             pages = check(selected_out, "selected_out", (*shape[:2], width), torch.int32)
         arguments = (
-            _layer(layer, landmarks=scorer is not None), _batch(batch, q, layer), dtype_code(q, "q"), q.data_ptr(),
-            check(k, "k", shape, q.dtype), check(v, "v", shape, q.dtype), _scorer_kind(scorer), scale, softcap, window, pages,
-            width, out.data_ptr(), _threads(),
+            _layer(layer, scorer), _batch(batch, q, layer), dtype_code(q, "q"), q.data_ptr(), check(k, "k", shape, q.dtype),
+            check(v, "v", shape, q.dtype), scorer_code(scorer, layer.page_size), scale, softcap, window, pages, width,
+            out.data_ptr(), _threads(),
         )  # fmt: skip
         try:
             self._native.decode_layer(*arguments)
@@ -128,20 +140,29 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _scorer_kind(scorer: Scorer | None) -> int:
+def scorer_code(scorer: Scorer | None, page_size: int) -> tuple[int, int]:
+    """Kind and rows per page as C++ takes them."""
     if scorer is None:
         return _DENSE
+    # Subclasses may define another score, so only the very types are known.
+    if type(scorer) is QuantisedScorer:
+        rows = scorer.num_rows(page_size)
+        if rows % QUAD or page_size % rows:
+            raise UserError(
+                f"page scorer {scorer.name!r} cuts pages of {page_size} tokens into {rows} runs; expected a multiple of "
+                f"{QUAD} that divides the page."
+            )
+        return _QUANTISED_KINDS[scorer.bits], rows
     kind = _SCORER_KINDS.get(type(scorer))
     if kind is None:
-        known = ", ".join(s.name for s in _SCORER_KINDS)  # type: ignore[attr-defined]
         raise BackendUnavailable(
-            f"page scorer {scorer.name!r} has no C++ version; expected one of {known}, or use kernel 'reference'."
+            f"page scorer {scorer.name!r} has no C++ version; use one of {', '.join(scorer_names())}, or kernel 'reference'."
         )
-    return kind
+    return kind, page_size if type(scorer) is OracleScorer else 1
 
 
-def _layer(layer: PagedLayer, landmarks: bool = False) -> tuple[int, int, int, int]:
-    """dtype, k, v and landmarks as C++ takes them."""
+def _layer(layer: PagedLayer, scorer: Scorer | None = None) -> tuple[int, int, int, int]:
+    """dtype, k, v and the landmarks of a scorer as C++ takes them."""
     pool_shape = tuple(layer.k.shape)
     if pool_shape[2] % 8 or pool_shape[3] % 8:
         raise UserError(
@@ -149,9 +170,9 @@ def _layer(layer: PagedLayer, landmarks: bool = False) -> tuple[int, int, int, i
             "of 8. Use kernel 'reference'."
         )
     address = 0
-    if landmarks:
-        shape = (pool_shape[0], pool_shape[1], pool_shape[3])
-        address = check(landmarks_of(layer), "landmarks", shape, layer.k.dtype)
+    if scorer is not None:
+        shape, stored = scorer.storage(pool_shape[1], pool_shape[3], pool_shape[2], layer.k.dtype)
+        address = check(landmarks_of(layer), "landmarks", (pool_shape[0], *shape), stored)
     k, v = check(layer.k, "k pool", pool_shape, layer.k.dtype), check(layer.v, "v pool", pool_shape, layer.k.dtype)
     return dtype_code(layer.k, "the KV pool"), k, v, address
 

@@ -24,11 +24,13 @@ T* at(Address address) {
 DType dtype(int code) { return static_cast<DType>(code); }
 
 using LayerTuple = std::tuple<int, Address, Address, Address>;  // dtype, k, v, landmarks
+using ScorerTuple = std::tuple<int, int>;  // kind, rows per page
 using BatchTuple = std::tuple<int, int, int, int, int, int, Address, Address, Address, int, int>;
 
 Pool pool_of(const LayerTuple& t) {
   return Pool{dtype(std::get<0>(t)), at<void>(std::get<1>(t)), at<void>(std::get<2>(t)), at<void>(std::get<3>(t))};
 }
+Scorer scorer_of(const ScorerTuple& t) { return Scorer{static_cast<ScorerKind>(std::get<0>(t)), std::get<1>(t)}; }
 Batch batch_of(const BatchTuple& t) {
   const auto& [B, Hq, Hk, D, S, max_pages, table, lengths, budgets, first, last] = t;
   return Batch{B, Hq, Hk, D, S, max_pages, at<const int32_t>(table), at<const int32_t>(lengths), at<const int32_t>(budgets),
@@ -45,6 +47,9 @@ NB_MODULE(_cpu, m) {
     throw nb::import_error("no OpenMP runtime is loaded; import torch first, and use a torch built with OpenMP");
   const auto free = nb::call_guard<nb::gil_scoped_release>();
 
+  m.def("landmark_bytes", [](const ScorerTuple& scorer, int kv_dtype, int D) {
+    return scorer_of(scorer).landmark_bytes(dtype(kv_dtype), D);
+  });
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.attr("MAX_RANK") = kMaxRank;
   m.def("isa", [] { return std::string(isa().name); });
@@ -69,13 +74,13 @@ NB_MODULE(_cpu, m) {
                        int threads) {
     write_kv(pool_of(layer), Hk, D, S, dtype(src), at<void>(k), at<void>(v), at<const int64_t>(slots), T, threads);
   }, free);
-  m.def("update_landmarks", [](const LayerTuple& layer, int Hk, int D, int S, Address pages, int64_t n, int threads) {
-    update_landmarks(pool_of(layer), Hk, D, S, at<const int32_t>(pages), n, threads);
+  m.def("update_landmarks", [](const LayerTuple& layer, const ScorerTuple& scorer, int Hk, int D, int S, Address pages, int64_t n,
+                               int threads) {
+    update_landmarks(pool_of(layer), scorer_of(scorer), Hk, D, S, at<const int32_t>(pages), n, threads);
   }, free);
-  m.def("score_pages", [](const LayerTuple& layer, const BatchTuple& batch, int q_dtype, Address q, int kind, Address out,
-                          int threads) {
-    score_pages(pool_of(layer), batch_of(batch), dtype(q_dtype), at<void>(q), static_cast<ScorerKind>(kind), at<float>(out),
-                threads);
+  m.def("score_pages", [](const LayerTuple& layer, const BatchTuple& batch, int q_dtype, Address q, const ScorerTuple& scorer,
+                          Address out, int threads) {
+    score_pages(pool_of(layer), batch_of(batch), dtype(q_dtype), at<void>(q), scorer_of(scorer), at<float>(out), threads);
   }, free);
   m.def("select_pages", [](Address scores, const BatchTuple& batch, Address out, int width, int threads) {
     select_pages(at<const float>(scores), batch_of(batch), at<int32_t>(out), width, threads);
@@ -86,10 +91,10 @@ NB_MODULE(_cpu, m) {
                      Attention{scale, softcap, window}, at<void>(out), threads);
   }, free);
   m.def("decode_layer", [](const LayerTuple& layer, const BatchTuple& batch, int q_dtype, Address q, Address k, Address v,
-                           int kind, float scale, float softcap, int window, Address selected_out, int width, Address out,
-                           int threads) {
+                           const ScorerTuple& scorer, float scale, float softcap, int window, Address selected_out, int width,
+                           Address out, int threads) {
     decode_layer(pool_of(layer), batch_of(batch), dtype(q_dtype), at<void>(q), at<void>(k), at<void>(v),
-                 static_cast<ScorerKind>(kind), Attention{scale, softcap, window}, at<int32_t>(selected_out), width,
+                 scorer_of(scorer), Attention{scale, softcap, window}, at<int32_t>(selected_out), width,
                  at<void>(out), threads);
   }, free);
 

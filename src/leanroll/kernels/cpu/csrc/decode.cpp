@@ -14,6 +14,9 @@
 namespace leanroll {
 namespace {
 
+// How far ahead of its use a landmark is fetched.
+constexpr int kAheadPages = 32, kAheadBytes = 16384;
+
 enum Slot { kPlan = 0, kThreads = 1, kSelection = 2 };
 
 template <class T>
@@ -151,24 +154,32 @@ void write_token(const Pool& pool, int Hk, int D, int S, DType src, const void* 
   isa().convert(src, offset(v, src, from), pool.dtype, offset(pool.v, pool.dtype, to), D);
 }
 
-void page_landmark(const Pool& pool, int Hk, int D, int S, int64_t page, int h) {
+void page_landmark(const Pool& pool, const Scorer& scorer, int Hk, int D, int S, int64_t page, int h, float* memory) {
+  if (scorer.kind == ScorerKind::oracle) return;
   const int64_t row = page * Hk + h;
-  isa().landmark(pool.dtype, offset(pool.k, pool.dtype, row * S * D), offset(pool.landmarks, pool.dtype, row * D), S, D);
+  isa().landmark(pool.dtype, scorer, offset(pool.k, pool.dtype, row * S * D),
+                 static_cast<char*>(pool.landmarks) + row * scorer.landmark_bytes(pool.dtype, D), S, D, memory);
 }
 
 // heads_ahead: KV heads from this one on that the calling thread will score next.
-void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, ScorerKind kind, int row, int heads_ahead,
+void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const Scorer& scorer, int row, int heads_ahead,
                float* out, float* memory) {
   const int b = row / batch.Hk, h = row % batch.Hk, G = batch.Hq / batch.Hk;
   ScoreArgs args;
-  args.kind = kind;
+  args.scorer = scorer;
   args.q = offset(q, q_dtype, static_cast<int64_t>(row) * G * batch.D), args.q_dtype = q_dtype;
   args.G = G, args.D = batch.D;
-  args.landmarks = offset<const void>(pool.landmarks, pool.dtype, static_cast<int64_t>(h) * batch.D);
-  args.page_stride = static_cast<int64_t>(batch.Hk) * batch.D;
-  args.fetch_bytes = heads_ahead * batch.D * size_of(pool.dtype);
+  const bool oracle = scorer.kind == ScorerKind::oracle;
+  const int64_t bytes = oracle ? static_cast<int64_t>(batch.S) * batch.D * size_of(pool.dtype)
+                               : scorer.landmark_bytes(pool.dtype, batch.D);
+  args.rows = static_cast<const char*>(oracle ? pool.k : pool.landmarks) + h * bytes;
+  args.page_stride = batch.Hk * bytes;
+  args.fetch_bytes = heads_ahead * bytes;
+  args.ahead = static_cast<int>(std::min<int64_t>(kAheadPages, 1 + kAheadBytes / args.fetch_bytes));
   args.table = batch.table + static_cast<int64_t>(b) * batch.max_pages;
   args.begin = batch.first_pages, args.end = num_pages(batch, b) - batch.last_pages;
+  args.read_begin = oracle ? 0 : args.begin, args.read_end = oracle ? num_pages(batch, b) : args.end;
+  args.num_tokens = batch.lengths[b];
   args.out = out, args.scratch = memory;
   isa().score(pool.dtype, args);
 }
@@ -195,8 +206,8 @@ int selection_width(const Batch& batch) {
 
 // Scratch floats of one thread, enough for every kind of item.
 int64_t thread_floats(const Batch& batch) {
-  const int G = batch.Hq / batch.Hk;
-  return round_up(std::max(attend_scratch(batch.Hq, batch.D), score_scratch(G, batch.D, batch.max_pages) + 2 * round_up(batch.max_pages + 32, 16)), 16);
+  const int64_t scoring = score_scratch(batch.D, batch.max_pages) + 2 * round_up(batch.max_pages + 32, 16);
+  return round_up(std::max(attend_scratch(batch.Hq, batch.D), scoring), 16);
 }
 
 // KV heads that one thread scores together, since their landmarks lie side by side: all, if that leaves enough for every thread.
@@ -230,16 +241,18 @@ void write_kv(const Pool& pool, int Hk, int D, int S, DType src, const void* k, 
   });
 }
 
-void update_landmarks(const Pool& pool, int Hk, int D, int S, const int32_t* pages, int64_t n, int threads) {
+void update_landmarks(const Pool& pool, const Scorer& scorer, int Hk, int D, int S, const int32_t* pages, int64_t n, int threads) {
   std::atomic<int64_t> counter{0};
+  const int64_t each = round_up(pack_scratch(D), 16);
+  float* memory = static_cast<float*>(scratch(kThreads, each * 4 * threads));
   parallel(n * Hk < 16 ? 1 : threads, [&](const Team& team) {
     team.each(counter, n, [&](int64_t i) {
-      for (int h = 0; h < Hk; ++h) page_landmark(pool, Hk, D, S, pages[i], h);
+      for (int h = 0; h < Hk; ++h) page_landmark(pool, scorer, Hk, D, S, pages[i], h, memory + each * team.thread());
     });
   });
 }
 
-void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, ScorerKind kind, float* out, int threads) {
+void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const Scorer& scorer, float* out, int threads) {
   std::atomic<int64_t> counter{0};
   const int64_t each = thread_floats(batch);
   float* memory = static_cast<float*>(scratch(kThreads, each * 4 * threads));
@@ -250,7 +263,7 @@ void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void
         const int64_t row = item * heads + h;
         float* scores = out + row * batch.max_pages;
         std::fill(scores, scores + batch.max_pages, -std::numeric_limits<float>::infinity());
-        score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), heads - h, scores, memory + each * team.thread());
+        score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), heads - h, scores, memory + each * team.thread());
       }
     });
   });
@@ -285,9 +298,9 @@ void decode_attention(const Pool& pool, const Batch& batch, DType q_dtype, const
   });
 }
 
-void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const void* k, const void* v, ScorerKind kind,
-                  const Attention& attention, int32_t* selected_out, int width, void* out, int threads) {
-  const bool sparse = kind != ScorerKind::none;
+void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const void* k, const void* v,
+                  const Scorer& scorer, const Attention& attention, int32_t* selected_out, int width, void* out, int threads) {
+  const bool sparse = scorer.kind != ScorerKind::none;
   int32_t* selected = nullptr;
   if (sparse) {
     const int needed = selection_width(batch);
@@ -315,10 +328,10 @@ void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const voi
         const int64_t page = batch.table[static_cast<int64_t>(b) * batch.max_pages + last / batch.S];
         write_token(pool, batch.Hk, batch.D, batch.S, q_dtype, k, v, b, h, page * batch.S + last % batch.S);
         if (!sparse) continue;
-        if (batch.lengths[b] % batch.S == 0) page_landmark(pool, batch.Hk, batch.D, batch.S, page, h);
+        if (batch.lengths[b] % batch.S == 0) page_landmark(pool, scorer, batch.Hk, batch.D, batch.S, page, h, mine);
         float* scores = mine;
         if (num_pages(batch, b) > batch.budgets[b])
-          score_row(pool, batch, q_dtype, q, kind, static_cast<int>(row), ahead, scores, scores + 2 * page_floats);
+          score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), ahead, scores, scores + 2 * page_floats);
         select_row(scores, batch, b, selected + row * width, width, scores + page_floats);
       }
     });

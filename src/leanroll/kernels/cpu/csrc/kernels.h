@@ -1,7 +1,7 @@
 // Raw-pointer kernels. No torch, no Python: every tensor is a pointer and its sizes.
 //
 // Legend: B sequences, Hq query heads, Hk KV heads, G = Hq / Hk, D head dimension, S tokens per page (a multiple of 8),
-// N logical pages of a sequence. Pools are [P, Hk, S, D], landmarks [P, Hk, D]; both contiguous.
+// N logical pages of a sequence. Pools are [P, Hk, S, D], landmarks [P, Hk, landmark_bytes]; both contiguous.
 //
 // Three levels: `isa/*.inl` are single-threaded work items, compiled once per instruction set into an `IsaTable`;
 // `decode.cpp` and `linear.cpp` cut the work into items and run them on threads; `binding.cpp` takes Python integers.
@@ -18,7 +18,27 @@ struct bf16 {
 enum class DType : int { f32 = 0, bf16 = 1 };
 inline int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
-enum class ScorerKind : int { none = 0, mean = 1, softmax = 2 };
+enum class ScorerKind : int { none = 0, mean = 1, softmax = 2, minmax = 3, int4 = 4, int8 = 5, oracle = 6 };
+
+// Layout of quantised sub-landmarks, see kernels/landmarks.py.
+constexpr int kQuad = 4, kRunBytes = 8;       // rows side by side, bytes of each per tile
+constexpr int kQuadTile = kQuad * kRunBytes;  // bytes
+
+// What queries are multiplied with: `rows` per page.
+struct Scorer {
+  ScorerKind kind;
+  int rows;
+
+  bool quantised() const { return kind == ScorerKind::int4 || kind == ScorerKind::int8; }
+  int bits() const { return kind == ScorerKind::int4 ? 4 : 8; }
+  int tiles(int D) const { return (D * bits() + kRunBytes * 8 - 1) / (kRunBytes * 8); }
+  // Bytes of one (page, KV head).
+  int64_t landmark_bytes(DType kv, int D) const {
+    if (quantised()) return static_cast<int64_t>(rows) * (tiles(D) * kRunBytes + 2);
+    if (kind == ScorerKind::oracle) return 0;
+    return (kind == ScorerKind::minmax ? 2 : 1) * D * size_of(kv);
+  }
+};
 
 // Tokens that one attention work item reads at most. The cut depends on the sequence alone, never on the batch or the
 // number of threads, so that a sequence's result does not either.
@@ -58,20 +78,30 @@ inline int64_t attend_scratch(int heads, int D) { return static_cast<int64_t>(he
 
 // Scores of the candidate pages [begin, end) of one (sequence, KV head).
 struct ScoreArgs {
-  ScorerKind kind;
+  Scorer scorer;
   const void* q;  // [G, D]
   DType q_dtype;
   int G, D;
-  const void* landmarks;  // offset to the KV head
-  int64_t page_stride;    // elements from page to page
-  int64_t fetch_bytes;    // from a page's landmark on, worth having in the cache (the next heads' landmarks follow)
+  const void* rows;     // landmarks, or for the oracle keys; offset to the KV head
+  int64_t page_stride;  // bytes from page to page
+  int64_t fetch_bytes;  // from a page's landmark on, worth having in the cache (the next heads' landmarks follow)
+  int ahead;            // pages to fetch ahead
   const int32_t* table;
   int begin, end;
+  int read_begin, read_end;  // pages whose rows are read; more than the candidates for the oracle
+  int num_tokens;            // in the cache
   float* out;      // [N]; only [begin, end) is written
-  float* scratch;  // score_scratch(G, D, N) floats
+  float* scratch;  // score_scratch(D, N) floats
 };
-inline int64_t score_scratch(int G, int D, int N) {  // `mean` has two rows of D, whatever G is
-  return static_cast<int64_t>(G) * (N + 32 + pad_dim(D)) + pad_dim(D) + 64;
+constexpr int kScoreHeads = 4;   // query heads that are multiplied with a sub-landmark while it is in registers
+constexpr int kChunkRows = 512;  // sub-landmarks whose products are kept; a page of more tokens would not fit
+constexpr int kMaxLanes = 16;
+inline int64_t pack_scratch(int D) { return 2 * static_cast<int64_t>(pad_dim(D)) + 64; }
+inline int64_t score_scratch(int D, int N) {
+  const int64_t queries = (kScoreHeads + kMaxLanes + 2) * static_cast<int64_t>(pad_dim(2 * D));
+  const int64_t products = kScoreHeads * (kChunkRows + 8ll * kMaxLanes) + kChunkRows + 2 * kMaxLanes;
+  const int64_t pages = kScoreHeads * (2ll * N + 8 * kMaxLanes);
+  return queries + products + pages;
 }
 
 // Rows [begin, end) of y[m][n] = sum_k x[m][k] * w[n][k].
@@ -112,10 +142,11 @@ struct FinishArgs {
 struct IsaTable {
   const char* name;
   void (*attend)(DType kv, const AttendArgs&);
-  void (*score)(DType landmarks, const ScoreArgs&);
+  void (*score)(DType kv, const ScoreArgs&);
   // The k best of scores[begin, end), ascending page ids; ties go to the earlier page. keys: end - begin + 16 words.
   void (*select)(const float* scores, int begin, int end, int k, int32_t* out, uint32_t* keys);
-  void (*landmark)(DType kv, const void* page, void* out, int S, int D);
+  // Of one (page, KV head), all S keys of which are cached. memory: pack_scratch(D) floats.
+  void (*landmark)(DType kv, const Scorer&, const void* page, void* out, int S, int D, float* memory);
   void (*convert)(DType from, const void* src, DType to, void* dst, int64_t n);
   // Lays x[M, K] out for `dot` against weights of a dtype.
   void (*prepare_rows)(DType x, const void* src, DType w, void* dst, int64_t dst_stride, int M, int K);
@@ -163,14 +194,14 @@ struct Attention {
 
 void write_kv(const Pool& pool, int Hk, int D, int S, DType src, const void* k, const void* v, const int64_t* slots,
               int64_t T, int threads);
-void update_landmarks(const Pool& pool, int Hk, int D, int S, const int32_t* pages, int64_t n, int threads);
-void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, ScorerKind kind, float* out, int threads);
+void update_landmarks(const Pool& pool, const Scorer& scorer, int Hk, int D, int S, const int32_t* pages, int64_t n, int threads);
+void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const Scorer& scorer, float* out, int threads);
 void select_pages(const float* scores, const Batch& batch, int32_t* out, int width, int threads);
 void decode_attention(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const int32_t* selected, int width,
                       const Attention& attention, void* out, int threads);
 // q, k, v and out share a dtype. selected_out: [B, Hk, width] or null.
 void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const void* k, const void* v,
-                  ScorerKind kind, const Attention& attention, int32_t* selected_out, int width, void* out, int threads);
+                  const Scorer& scorer, const Attention& attention, int32_t* selected_out, int width, void* out, int threads);
 
 constexpr int kMaxLinearRows = 64;
 constexpr int kMaxRank = 1024;

@@ -3,6 +3,7 @@
 // clang-format off
 #include "math.inl"
 #include "attend.inl"
+#include "quantised.inl"
 #include "pages.inl"
 #include "rows.inl"
 #include "dot.inl"

@@ -29,6 +29,10 @@ inline float round_to(float x) {
   return to_float(y);
 }
 
+inline float element(const void* p, DType t, int64_t i) {
+  return t == DType::bf16 ? to_float(static_cast<const bf16*>(p)[i]) : static_cast<const float*>(p)[i];
+}
+
 inline F add(F a, F b) { return a + b; }
 inline F sub(F a, F b) { return a - b; }
 inline F mul(F a, F b) { return a * b; }

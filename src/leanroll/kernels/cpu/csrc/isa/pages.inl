@@ -15,32 +15,78 @@ void landmark(const void* page, void* out, int S, int D) {
   }
 }
 
-void landmark_entry(DType kv, const void* page, void* out, int S, int D) {
-  if (kv == DType::bf16)
-    landmark<bf16>(page, out, S, D);
+template <class T>
+void bounds(const void* page, void* out, int S, int D) {
+  const T* rows = static_cast<const T*>(page);
+  T *low = static_cast<T*>(out), *high = low + D;
+  for (int d = 0; d < D; ++d) low[d] = high[d] = rows[d];
+  for (int s = 1; s < S; ++s)
+    for (int d = 0; d < D; ++d) {
+      const T x = rows[static_cast<int64_t>(s) * D + d];
+      const float value = to_float(x);
+      const bool nan = value != value;  // a NaN stays: nothing compares to it
+      if (nan || value < to_float(low[d])) low[d] = x;
+      if (nan || value > to_float(high[d])) high[d] = x;
+    }
+}
+
+template <class T>
+void write_landmark(const Scorer& scorer, const void* page, void* out, int S, int D, float* memory) {
+  if (scorer.quantised())
+    pack_landmark<T>(scorer, static_cast<const T*>(page), static_cast<uint8_t*>(out), S, D, memory);
+  else if (scorer.kind == ScorerKind::minmax)
+    bounds<T>(page, out, S, D);
   else
-    landmark<float>(page, out, S, D);
+    landmark<T>(page, out, S, D);
 }
 
-inline float element(const void* p, DType t, int64_t i) {
-  return t == DType::bf16 ? to_float(static_cast<const bf16*>(p)[i]) : static_cast<const float*>(p)[i];
+void landmark_entry(DType kv, const Scorer& scorer, const void* page, void* out, int S, int D, float* memory) {
+  if (kv == DType::bf16)
+    write_landmark<bf16>(scorer, page, out, S, D, memory);
+  else
+    write_landmark<float>(scorer, page, out, S, D, memory);
 }
 
-// out[n] = x·landmark(n) for n in [begin, end).
-template <class T, class Dot>
-inline void landmark_products(const ScoreArgs& a, float* out, Dot&& dot) {
-  constexpr int kAhead = 32;
-  const T* base = static_cast<const T*>(a.landmarks);
+// What landmarks of type T are multiplied with, as its dot product wants it. memory: 2 pad_dim(width) floats.
+template <class T>
+struct Query {
+  int width;
+  bool pairs;
+  float *x, *values;
+
+  Query(int n, bool use_pairs, float* memory) : width(n), pairs(use_pairs), x(memory), values(memory + pad_dim(n)) {}
+  void prepare() {
+    if (!pairs) {
+      tile_order<T>(values, width, x);
+      return;
+    }
+    auto* row = reinterpret_cast<bf16*>(x);
+    for (int d = 0; d < pad_dim(width); ++d) from_float(d < width ? values[d] : 0.0f, row[d]);
+  }
+  // Lane i: product with row(i).
+  template <class Row>
+  F dot(Row&& row) const {
+#if LEANROLL_DOT_BF16
+    if (sizeof(T) == 2 && pairs)
+      return dot_rows_pairs(reinterpret_cast<const bf16*>(x), width, [&](int i) { return reinterpret_cast<const bf16*>(row(i)); });
+#endif
+    return dot_rows<T>(x, width, row);
+  }
+};
+
+// out[n] = query·landmark(n) for the candidates n.
+template <class T>
+void landmark_products(const ScoreArgs& a, const Query<T>& query, float* out) {
+  const char* base = static_cast<const char*>(a.rows);
   const T* rows[W];
-  for (int n = a.begin; n < a.end && n < a.begin + kAhead; ++n)
-    prefetch_bytes(base + a.table[n] * a.page_stride, a.fetch_bytes);
+  for (int n = a.begin; n < a.end && n < a.begin + a.ahead; ++n) prefetch_bytes(base + a.table[n] * a.page_stride, a.fetch_bytes);
   for (int n = a.begin; n < a.end; n += W) {
     const int count = a.end - n < W ? a.end - n : W;
     for (int i = 0; i < W; ++i) {
-      rows[i] = base + a.table[n + (i < count ? i : 0)] * a.page_stride;
-      if (n + kAhead + i < a.end) prefetch_bytes(base + a.table[n + kAhead + i] * a.page_stride, a.fetch_bytes);
+      rows[i] = reinterpret_cast<const T*>(base + a.table[n + (i < count ? i : 0)] * a.page_stride);
+      if (n + a.ahead + i < a.end) prefetch_bytes(base + a.table[n + a.ahead + i] * a.page_stride, a.fetch_bytes);
     }
-    const F s = dot([&](int i) { return rows[i]; });
+    const F s = query.dot([&](int i) { return rows[i]; });
     if (count == W) {
       store(out + n, s);
     } else {
@@ -51,65 +97,164 @@ inline void landmark_products(const ScoreArgs& a, float* out, Dot&& dot) {
   }
 }
 
+// x[0, n) = exp(x - max x), and zeros up to the next multiple of 4 W; returns the maximum.
+inline float exp_below_maximum(float* x, int n) {
+  const int end = (n + 4 * W - 1) / (4 * W) * (4 * W);
+  for (int i = n; i < end; ++i) x[i] = -kInf;
+  F top = set1(-kInf);
+  for (int i = 0; i < n; i += W) top = vmax(top, load(x + i));
+  const float m = hmax(top);
+  const F shift = set1(m == -kInf ? 0.0f : m);
+  for (int i = 0; i < end; i += W) store(x + i, exp_nonpositive(sub(load(x + i), shift)));
+  return m;
+}
+
+// One landmark per page in the cache's dtype.
 template <class T>
-void score(const ScoreArgs& a) {
-  const int padded = pad_dim(a.D);
-  float* x = a.scratch;  // [G, padded]
-  if (a.kind == ScorerKind::mean) {
-    float* mean = x + padded;
+void score_landmarks(const ScoreArgs& a) {
+  const bool bounds = a.scorer.kind == ScorerKind::minmax, mean = a.scorer.kind == ScorerKind::mean;
+  const int width = bounds ? 2 * a.D : a.D;
+  Query<T> query(width, kHasPairs && sizeof(T) == 2 && a.q_dtype == DType::bf16 && !mean, a.scratch);
+  const auto value = [&](int h, int d) { return element(a.q, a.q_dtype, static_cast<int64_t>(h) * a.D + d); };
+  if (mean) {
     for (int d = 0; d < a.D; ++d) {
       float sum = 0.0f;
-      for (int h = 0; h < a.G; ++h) sum += element(a.q, a.q_dtype, static_cast<int64_t>(h) * a.D + d);
-      mean[d] = sum / static_cast<float>(a.G);
+      for (int h = 0; h < a.G; ++h) sum += value(h, d);
+      query.values[d] = sum / static_cast<float>(a.G);
     }
-    tile_order<T>(mean, a.D, x);
-    landmark_products<T>(a, a.out, [&](auto&& row) { return dot_rows<T>(x, a.D, row); });
+    query.prepare();
+    landmark_products(a, query, a.out);
     return;
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.D));
-  float* logits = x + static_cast<int64_t>(a.G) * padded;
+  float* logits = query.values + pad_dim(width);
   for (int h = 0; h < a.G; ++h) {
-    const int64_t offset = static_cast<int64_t>(h) * a.D;
-#if LEANROLL_DOT_BF16
-    if (sizeof(T) == 2 && a.q_dtype == DType::bf16) {
-      bf16* row = reinterpret_cast<bf16*>(x);
-      std::memset(row, 0, sizeof(bf16) * static_cast<size_t>(padded));
-      std::memcpy(row, static_cast<const bf16*>(a.q) + offset, sizeof(bf16) * static_cast<size_t>(a.D));
-      landmark_products<bf16>(a, logits, [&](auto&& rows) { return dot_rows_pairs(row, a.D, rows); });
-    } else
-#endif
-    {
-      if (a.q_dtype == DType::bf16)
-        tile_order<T>(static_cast<const bf16*>(a.q) + offset, a.D, x);
-      else
-        tile_order<T>(static_cast<const float*>(a.q) + offset, a.D, x);
-      landmark_products<T>(a, logits, [&](auto&& row) { return dot_rows<T>(x, a.D, row); });
+    for (int d = 0; d < a.D; ++d) {
+      const float x = value(h, d);
+      query.values[d] = bounds && x > 0.0f ? 0.0f : x;  // a NaN stays
+      if (bounds) query.values[a.D + d] = x < 0.0f ? 0.0f : x;
     }
+    query.prepare();
+    landmark_products(a, query, logits);
     const int n = a.end - a.begin;
     float* l = logits + a.begin;
     for (int i = n; i < n + W; ++i) l[i] = -kInf;
-    F top = set1(-kInf);
-    for (int i = 0; i < n; i += W) {
-      const F s = mul(load(l + i), set1(scale));
-      store(l + i, s);
-      top = vmax(top, s);
-    }
-    const F m = set1(hmax(top));
+    for (int i = 0; i < n; i += W) store(l + i, mul(load(l + i), set1(scale)));
+    exp_below_maximum(l, n);
     F sum = zero();
-    for (int i = 0; i < n; i += W) {
-      const F p = exp_nonpositive(sub(load(l + i), m));
-      store(l + i, p);
-      sum = add(sum, p);
-    }
+    for (int i = 0; i < n; i += W) sum = add(sum, load(l + i));
     const float total = hsum(sum);
     float* out = a.out + a.begin;
     for (int i = 0; i < n; ++i) out[i] = (h ? out[i] : 0.0f) + l[i] / total;
   }
 }
 
-void score_entry(DType landmarks, const ScoreArgs& args) {
+// Every key of every page, for the oracle.
+template <class T>
+struct KeyProducts {
+  const ScoreArgs& a;
+  int H;
+  Query<T> query;
+  float* queries;
+  int64_t stride;
+
+  KeyProducts(const ScoreArgs& args, int first, int heads, float* memory)
+      : a(args), H(heads), query(args.D, kHasPairs && sizeof(T) == 2 && args.q_dtype == DType::bf16, memory), queries(memory),
+        stride(2ll * pad_dim(args.D)) {
+    for (int h = 0; h < H; ++h) {
+      query.x = queries + h * stride, query.values = query.x + stride / 2;
+      for (int d = 0; d < a.D; ++d) query.values[d] = element(a.q, a.q_dtype, static_cast<int64_t>(first + h) * a.D + d);
+      query.prepare();
+    }
+  }
+  void operator()(int first, int count, float* out, int64_t out_stride) {
+    const int S = a.scorer.rows, left = a.num_tokens - first * S, n = count * S < left ? count * S : left;
+    const T* rows[kChunkRows + kMaxLanes];
+    for (int i = 0; i < n; ++i)
+      rows[i] = reinterpret_cast<const T*>(static_cast<const char*>(a.rows) + a.table[first + i / S] * a.page_stride) + i % S * a.D;
+    for (int i = n; i < n + W; ++i) rows[i] = rows[0];
+    const F scale = set1(1.0f / std::sqrt(static_cast<float>(a.D)));
+    for (int h = 0; h < H; ++h) {
+      query.x = queries + h * stride;
+      float* to = out + h * out_stride;
+      for (int i = 0; i < n; i += W) store(to + i, mul(query.dot([&](int j) { return rows[i + j]; }), scale));
+      for (int i = n; i < count * S; ++i) to[i] = -kInf;
+    }
+  }
+};
+
+// x[0, n R) → out[p] = sum of page p's R values. x is overwritten; both have room for full vectors.
+inline void page_sums(float* x, int n, int R, float* out) {
+  float* quads = R == kQuad ? out : x;
+  for (int i = 0; i < n * R; i += 4 * W) {
+    const F v[4] = {load(x + i), load(x + i + W), load(x + i + 2 * W), load(x + i + 3 * W)};
+    store(quads + i / 4, quad_sums(v));
+  }
+  if (R == kQuad) return;
+  const int per_page = R / kQuad;
+  for (int p = 0; p < n; ++p) {
+    float sum = 0.0f;
+    for (int i = 0; i < per_page; ++i) sum += x[p * per_page + i];
+    out[p] = sum;
+  }
+}
+
+// Softmax over the rows of all pages read, summed per page and over the query heads. Rows are taken in chunks, each with its own
+// maximum, so that what is stored is one number per page.
+template <class Products>
+void score_rows(const ScoreArgs& a) {
+  const int R = a.scorer.rows, per_chunk = kChunkRows / R, n = a.read_end - a.read_begin;
+  const int64_t stride = kChunkRows + 8 * kMaxLanes, page_stride = n + 4 * kMaxLanes;
+  float* logits = a.scratch;
+  float* sums = logits + kScoreHeads * stride;
+  float* maxima = sums + kScoreHeads * page_stride;
+  float* memory = maxima + kScoreHeads * page_stride;
+  for (int first = 0; first < a.G; first += kScoreHeads) {
+    const int H = a.G - first < kScoreHeads ? a.G - first : kScoreHeads;
+    Products products(a, first, H, memory);
+    for (int p = 0; p < n; p += per_chunk) {
+      const int count = n - p < per_chunk ? n - p : per_chunk;
+      products(a.read_begin + p, count, logits, stride);
+      for (int h = 0; h < H; ++h) {
+        maxima[h * page_stride + p / per_chunk] = exp_below_maximum(logits + h * stride, count * R);
+        page_sums(logits + h * stride, count, R, sums + h * page_stride + p);
+      }
+    }
+    for (int h = 0; h < H; ++h) {
+      const float* sum = sums + h * page_stride;
+      float* weight = maxima + h * page_stride;
+      const int chunks = (n + per_chunk - 1) / per_chunk;
+      float top = -kInf, total = 0.0f;
+      for (int c = 0; c < chunks; ++c) top = weight[c] > top ? weight[c] : top;
+      for (int c = 0; c < chunks; ++c) {
+        weight[c] = std::exp(weight[c] - top);
+        float chunk = 0.0f;
+        for (int i = c * per_chunk; i < n && i < (c + 1) * per_chunk; ++i) chunk += sum[i];
+        total += chunk * weight[c];
+      }
+      for (int c = 0; c < chunks; ++c) weight[c] /= total;
+      const int skipped = a.begin - a.read_begin;
+      for (int i = a.begin; i < a.end; ++i) {
+        const int page = i - a.begin + skipped;
+        a.out[i] = (first + h ? a.out[i] : 0.0f) + sum[page] * weight[page / per_chunk];
+      }
+    }
+  }
+}
+
+template <class T>
+void score(const ScoreArgs& args) {
+  if (args.scorer.quantised())
+    score_rows<QuantisedProducts>(args);
+  else if (args.scorer.kind == ScorerKind::oracle)
+    score_rows<KeyProducts<T>>(args);
+  else
+    score_landmarks<T>(args);
+}
+
+void score_entry(DType kv, const ScoreArgs& args) {
   if (args.begin >= args.end) return;
-  if (landmarks == DType::bf16)
+  if (kv == DType::bf16)
     score<bf16>(args);
   else
     score<float>(args);

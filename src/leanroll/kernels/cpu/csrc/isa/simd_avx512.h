@@ -46,6 +46,16 @@ inline F reduce_rows(const F* r) {
                          _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
+// Lane i of sums = sum of the i-th four of the 64 values in v.
+inline F quad_sums(const F* v) {
+  F a[2];
+  for (int i = 0; i < 2; ++i)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  const __m512d x = _mm512_castps_pd(a[0]), y = _mm512_castps_pd(a[1]);
+  const F sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  // The four of register i, group g, are in lane 4g + i.
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+}
 inline F load_wide(const float* p) { return load(p); }
 inline F load_wide(const bf16* p) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -99,6 +109,24 @@ inline void natural(const float*, F&, F&) {}
 typedef __m512bh P;
 inline P load_pairs(const bf16* p) { return (P)_mm512_loadu_si512(p); }
 inline P load_pairs_n(const bf16* p, int n) { return (P)_mm512_maskz_loadu_epi16(first_halves(n), p); }
+inline P repeat_pairs(const bf16* p) {  // four times the same eight
+  return (P)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// 32 bytes, each in 16 bits; a nibble is looked up as bf16 in a table of 32, whose halves are equal: the index has a fifth bit.
+typedef __m512i I;
+inline I load_codes(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline P low_nibbles(I codes, I values) { return (P)_mm512_permutexvar_epi16(codes, values); }
+inline P high_nibbles(I codes, I values) { return (P)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values); }
+inline I nibble_values(bool is_signed) {
+  alignas(64) uint16_t values[32];
+  for (int i = 0; i < 32; ++i) {
+    const float x = static_cast<float>(is_signed ? ((i & 15) ^ 8) - 8 : i & 15);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    values[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return _mm512_load_si512(values);
+}
 inline F dot_pairs(F acc, P x, P y) { return _mm512_dpbf16_ps(acc, x, y); }
 
 }  // namespace

@@ -36,6 +36,8 @@ inline F select_gt(F a, F b, F yes, F no) { return a > b ? yes : no; }
 inline float hsum(F v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline float hmax(F v) { return std::fmax(std::fmax(v[0], v[1]), std::fmax(v[2], v[3])); }
 inline F reduce_rows(const F* r) { return F{hsum(r[0]), hsum(r[1]), hsum(r[2]), hsum(r[3])}; }
+// Lane i of sums = sum of the i-th four of the 16 values in v.
+inline F quad_sums(const F* v) { return reduce_rows(v); }
 // Adds k (a whole number, |k| < 127) to the exponent of x.
 inline F scale_pow2(F x, F k) {
   const I e = __builtin_convertvector(k, I) << 23;

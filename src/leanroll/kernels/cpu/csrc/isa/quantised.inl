@@ -1,0 +1,169 @@
+// Quantised sub-landmarks: packing a full page's, and their products with queries. The layout is stated in kernels/landmarks.py.
+#pragma once
+
+namespace leanroll {
+namespace {
+
+constexpr float kSmallestScale = 1e-30f;
+
+// memory: pack_scratch(D) floats. Every operation is done in the order of the Python code, so the bytes are the same.
+template <class T>
+void pack_landmark(const Scorer& scorer, const T* keys, uint8_t* out, int S, int D, float* memory) {
+  const int R = scorer.rows, run = S / R, bits = scorer.bits(), tiles = scorer.tiles(D);
+  const int padded = tiles * (kRunBytes * 8 / bits);
+  const float largest = bits == 4 ? 7.0f : 127.0f;
+  float* mean = memory;
+  int8_t* codes = reinterpret_cast<int8_t*>(memory + padded);
+  for (int d = D; d < padded; ++d) mean[d] = 0.0f;
+  for (int r = 0; r < R; ++r) {
+    const T* rows = keys + static_cast<int64_t>(r) * run * D;
+    for (int d = 0; d < D; ++d) mean[d] = to_float(rows[d]);
+    for (int s = 1; s < run; ++s)
+      for (int d = 0; d < D; ++d) mean[d] += to_float(rows[static_cast<int64_t>(s) * D + d]);
+    float top = 0.0f;
+    for (int d = 0; d < D; ++d) {
+      mean[d] /= static_cast<float>(run);
+      const float a = std::fabs(mean[d]);
+      top = a > top || a != a ? a : top;  // a NaN stays
+    }
+    bf16 stored;
+    from_float(top / largest, stored);
+    const float scale = to_float(stored), inverse = scale > kSmallestScale ? 1.0f / scale : 0.0f;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
+    for (int d = 0; d < padded; ++d) {
+      const float x = (mean[d] * inverse + magic) - magic;
+      codes[d] = static_cast<int8_t>(x > -largest ? (x < largest ? x : largest) : -largest);
+    }
+    uint8_t* to = out + static_cast<int64_t>(r / kQuad) * tiles * kQuadTile + r % kQuad * kRunBytes;
+    for (int t = 0; t < tiles; ++t, to += kQuadTile)
+      for (int i = 0; i < kRunBytes; ++i)
+        to[i] = static_cast<uint8_t>(bits == 4 ? (codes[t * 16 + i] & 15) | (codes[t * 16 + 8 + i] & 15) << 4 : codes[t * 8 + i]);
+    std::memcpy(out + static_cast<int64_t>(R) * tiles * kRunBytes + r * 2, &stored, 2);
+  }
+}
+
+// Codes of one quad as floats, dimensions in order: out[row * width + d].
+inline void expand_quad(const uint8_t* codes, int tiles, int bits, int width, float* out) {
+  for (int t = 0; t < tiles; ++t)
+    for (int r = 0; r < kQuad; ++r) {
+      const uint8_t* from = codes + t * kQuadTile + r * kRunBytes;
+      float* to = out + r * width + t * (bits == 4 ? 16 : 8);
+      if (bits == 4)
+        for (int i = 0; i < kRunBytes; ++i) {
+          const int byte = static_cast<int8_t>(from[i]);
+          to[i] = static_cast<float>(static_cast<int8_t>(from[i] << 4) >> 4);
+          to[kRunBytes + i] = static_cast<float>(byte >> 4);
+        }
+      else
+        for (int i = 0; i < kRunBytes; ++i) to[i] = static_cast<float>(static_cast<int8_t>(from[i]));
+    }
+}
+
+// Scales of four rows, times a factor.
+inline void quad_scales(const void* scales, float factor, float* out) {
+  bf16 x[kQuad];
+  std::memcpy(x, scales, sizeof x);
+  for (int i = 0; i < kQuad; ++i) out[i] = to_float(x[i]) * factor;
+}
+
+#if LEANROLL_DOT_BF16
+// Products of four quads with H queries of bf16 pairs, x[h] = [tiles][low or high][8]; out[h * stride + 4 * quad + row].
+template <int H>
+void quad_products(const uint8_t* const* quads, int tiles, const bf16* x, int64_t x_stride, I low_values, I high_values,
+                   const float* scales, float* out, int64_t stride) {
+  F acc[H][4];
+  for (int h = 0; h < H; ++h)
+    for (int i = 0; i < 4; ++i) acc[h][i] = zero();
+  for (int t = 0; t < tiles; ++t) {
+    P low[H], high[H];
+    for (int h = 0; h < H; ++h) low[h] = repeat_pairs(x + h * x_stride + t * 16), high[h] = repeat_pairs(x + h * x_stride + t * 16 + 8);
+    for (int i = 0; i < 4; ++i) {
+      const I codes = load_codes(quads[i] + t * kQuadTile);
+      const P a = low_nibbles(codes, low_values), b = high_nibbles(codes, high_values);
+      for (int h = 0; h < H; ++h) acc[h][i] = dot_pairs(dot_pairs(acc[h][i], low[h], a), high[h], b);
+    }
+  }
+  const F scale = load(scales);
+  for (int h = 0; h < H; ++h) store(out + h * stride, mul(quad_sums(acc[h]), scale));
+}
+#endif
+
+// H queries against sub-landmarks: prepared once, then asked for the scaled products of a stretch of rows.
+struct QuantisedProducts {
+  const ScoreArgs& a;
+  int H, bits, tiles, width, padded;
+  bool pairs;
+  float *x, *scales, *expanded;
+
+  QuantisedProducts(const ScoreArgs& args, int first, int heads, float* memory) : a(args), H(heads) {
+    bits = a.scorer.bits(), tiles = a.scorer.tiles(a.D), width = tiles * (bits == 4 ? 16 : 8), padded = pad_dim(tiles * 16);
+    pairs = kHasPairs && a.q_dtype == DType::bf16;
+    x = memory, scales = x + static_cast<int64_t>(kScoreHeads) * padded, expanded = scales + kChunkRows + kMaxLanes;
+    for (int h = 0; h < H; ++h) {
+      const int64_t q = static_cast<int64_t>(first + h) * a.D;
+      float* row = x + static_cast<int64_t>(h) * padded;
+      const auto value = [&](int d) { return d < a.D ? element(a.q, a.q_dtype, q + d) : 0.0f; };
+      if (!pairs) {
+        for (int d = 0; d < padded; ++d) row[d] = value(d);
+      } else if (bits == 4) {
+        for (int d = 0; d < tiles * 16; ++d) from_float(value(d), reinterpret_cast<bf16*>(row)[d]);
+      } else {  // an int8 code is 16 times its high nibble plus its low one
+        for (int t = 0; t < tiles; ++t)
+          for (int i = 0; i < 8; ++i) {
+            from_float(value(t * 8 + i), reinterpret_cast<bf16*>(row)[t * 16 + i]);
+            from_float(value(t * 8 + i) * 16.0f, reinterpret_cast<bf16*>(row)[t * 16 + 8 + i]);
+          }
+      }
+    }
+  }
+
+  // Rows of pages [first, first + count) → out[h * stride + row], valid up to the next multiple of 4 W.
+  void operator()(int first, int count, float* out, int64_t stride) const {
+    const uint8_t* quads[kChunkRows / kQuad + kMaxLanes];
+    const int R = a.scorer.rows, per_page = R / kQuad;
+    const float factor = 1.0f / std::sqrt(static_cast<float>(a.D));
+    int n = 0;
+    for (int p = first; p < first + count; ++p) {
+      const uint8_t* page = static_cast<const uint8_t*>(a.rows) + a.table[p] * a.page_stride;
+      if (p + a.ahead < a.read_end)
+        prefetch_bytes(static_cast<const uint8_t*>(a.rows) + a.table[p + a.ahead] * a.page_stride, a.fetch_bytes);
+      const uint8_t* page_scales = page + static_cast<int64_t>(R) * tiles * kRunBytes;
+      for (int i = 0; i < per_page; ++i, ++n) {
+        quads[n] = page + static_cast<int64_t>(i) * tiles * kQuadTile;
+        quad_scales(page_scales + i * kQuad * 2, factor, scales + n * kQuad);
+      }
+    }
+    for (int i = 0; i < kMaxLanes / kQuad; ++i) quads[n + i] = quads[n - 1];  // fills the last vector
+    for (int i = 0; i < kMaxLanes; ++i) scales[n * kQuad + i] = 0.0f;
+#if LEANROLL_DOT_BF16
+    if (pairs) {
+      const auto* rows = reinterpret_cast<const bf16*>(x);
+      const I high = nibble_values(true), low = nibble_values(bits == 4);
+      for (int i = 0; i < n; i += 4) {
+        float* to = out + i * kQuad;
+        const float* scale = scales + i * kQuad;
+        switch (H) {
+          case 1: quad_products<1>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
+          case 2: quad_products<2>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
+          case 3: quad_products<3>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
+          default: quad_products<4>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
+        }
+      }
+      return;
+    }
+#endif
+    for (int i = 0; i < n; i += W / kQuad) {
+      for (int j = 0; j < W / kQuad; ++j)
+        expand_quad(quads[i + j], tiles, bits, width, expanded + static_cast<int64_t>(j) * kQuad * width);
+      const F scale = load(scales + i * kQuad);
+      for (int h = 0; h < H; ++h) {
+        const float* row = x + static_cast<int64_t>(h) * padded;
+        const F s = dot_rows<float>(row, width, [&](int j) { return expanded + static_cast<int64_t>(j) * width; });
+        store(out + h * stride + i * kQuad, mul(s, scale));
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace leanroll
