@@ -39,5 +39,9 @@ class ResumeError(UserError):
     """A run directory cannot be continued as asked."""
 
 
+class RunDirInUse(UserError):
+    """Another process trains in the run directory."""
+
+
 class TrainingDiverged(LeanrollError):
     """A loss or gradient is not finite; the diagnosis is in the run directory."""

@@ -8,6 +8,7 @@ runs/quickstart-20260102-030405/
   eval/step-000012.json         held-out evaluation
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
+  .lock                         held while a process trains here (leanroll.rundir_lock)
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from leanroll.errors import ConfigError, ResumeError
+from leanroll.rundir_lock import LOCK
 from leanroll.rundir_metrics import check_record
 
 CONFIG = "config.toml"
@@ -30,6 +32,8 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
 
+_FOLDERS = (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS)
+_UNFINISHED = re.compile(rf"^\.({CONFIG}|{ENVIRONMENT})\..*\.tmp$")
 _STEP = re.compile(r"^step-(\d{6,})$")
 
 
@@ -52,8 +56,8 @@ class RunDir:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             cls.check_free(run.path)
-            for name in (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS):
-                (run.path / name).mkdir()
+            for name in _FOLDERS:
+                (run.path / name).mkdir(exist_ok=True)
             write_json(run.path / ENVIRONMENT, environment)
             # The recipe comes last: a directory that has one is complete.
             write_text(run.path / CONFIG, config_toml)
@@ -66,13 +70,27 @@ class RunDir:
 
     @staticmethod
     def check_free(path: str | Path) -> None:
-        """Raise ConfigError unless `path` is a new or empty folder; touches nothing."""
+        """Raise ConfigError unless `path` is a new or empty folder, or one where `create` was cut short; touches nothing."""
         path = Path(path).absolute()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not RunDir.is_unstarted(path):
             raise ConfigError(
                 f"Run directory {str(path)!r} is not empty; expected a new or empty folder. Choose another train.run_dir, or "
                 "continue that run with --resume."
             )
+
+    @staticmethod
+    def is_unstarted(path: str | Path) -> bool:
+        """Whether `path` is a folder with nothing in it but what a kill before the end of `create` can leave."""
+        path = Path(path).absolute()
+        locked = (path / LOCK).is_file()
+
+        def left_by_create(entry: Path) -> bool:
+            if entry.is_dir():
+                return entry.name in _FOLDERS and not any(entry.iterdir())
+            # A file named as ours is only taken for ours beside the lock, which no other program makes.
+            return locked and (entry.name in (LOCK, ENVIRONMENT) or _UNFINISHED.match(entry.name) is not None)
+
+        return path.is_dir() and all(map(left_by_create, path.iterdir()))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

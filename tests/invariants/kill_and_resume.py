@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -62,17 +61,11 @@ def run_with_kills(config: RLConfig, seconds: float, kills: int, seed: int) -> i
     killed = 0
     for number in range(kills):
         low, high = 0.9 * number / kills, 0.9 * (number + 1) / kills
-        started = (run_dir / "config.toml").is_file()
-        if not started:
-            shutil.rmtree(run_dir, ignore_errors=True)  # killed before the run directory was complete: start again
         begun = progress(run_dir)
-        if attempt(config, resume=started, kill_after=max(0.0, rng.uniform(low, high) - begun) * seconds):
+        if attempt(config, resume=run_dir.is_dir(), kill_after=max(0.0, rng.uniform(low, high) - begun) * seconds):
             return killed
         killed += 1
-    started = (run_dir / "config.toml").is_file()
-    if not started:
-        shutil.rmtree(run_dir, ignore_errors=True)
-    attempt(config, resume=started, kill_after=None)
+    attempt(config, resume=run_dir.is_dir(), kill_after=None)
     return killed
 
 

@@ -9,6 +9,7 @@ import pytest
 from leanroll import environment
 from leanroll.errors import ConfigError, ResumeError
 from leanroll.rundir import RunDir, atomic_file, read_jsonl, step_name, write_json, write_jsonl, write_text
+from leanroll.rundir_lock import run_lock
 from leanroll.rundir_metrics import SCHEMA, check_record, describe_metric, is_timing
 
 
@@ -30,6 +31,42 @@ def test_refuses_a_folder_with_something_in_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not empty.*--resume"):
         RunDir.create(tmp_path, config_toml="", environment={})
     assert sorted(os.listdir(tmp_path)) == ["x"]
+
+
+@pytest.mark.parametrize("killed_at", ["folder", "lock", "folders", "temporary", "environment"])
+def test_a_killed_creation_is_begun_again(tmp_path: Path, killed_at: str) -> None:
+    """Everything that a kill can leave before the recipe is there; `create` makes a whole run of it."""
+    stages = ("folder", "lock", "folders", "temporary", "environment")
+    reached = stages[: stages.index(killed_at) + 1]
+    if "lock" in reached:
+        with run_lock(tmp_path):
+            pass
+    if "folders" in reached:
+        for name in ("rollouts", "eval", "checkpoints", "diagnosis"):
+            (tmp_path / name).mkdir()
+    if "temporary" in reached:
+        (tmp_path / ".environment.json.ab12.tmp").write_text("{")
+    if "environment" in reached:
+        write_json(tmp_path / "environment.json", {})
+    assert RunDir.is_unstarted(tmp_path)
+    run = RunDir.create(tmp_path, config_toml='name = "a"\n', environment={"versions": {}})
+    assert not RunDir.is_unstarted(tmp_path)
+    run.truncate_after(-1)
+    assert (run.read_config(), run.read_environment()) == ({"name": "a"}, {"versions": {}})
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "rollouts/mine.jsonl", "mine/", "environment.json"])
+def test_a_folder_of_something_else_is_not_unstarted(tmp_path: Path, foreign: str) -> None:
+    path = tmp_path / foreign
+    if foreign.endswith("/"):
+        path.mkdir()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    assert not RunDir.is_unstarted(tmp_path)
+    with pytest.raises(ConfigError, match="not empty"):
+        RunDir.check_free(tmp_path)
 
 
 def test_refuses_what_cannot_be_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import CHECKPOINTS, RunDir, write_text
+from leanroll.rundir_lock import run_lock
 from leanroll.tasks.rewards import RewardRunner
 from leanroll.train import checkpoint as ckpt
 from leanroll.train import setup
@@ -83,27 +85,39 @@ class RunSummary:
 def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSummary:
     """Train a policy.
 
-    resume: continue the run in `config.train.run_dir` from its latest checkpoint (from the start when it has none).
+    resume: continue the run in `config.train.run_dir` from its latest checkpoint; from the start when it has none, or
+        when it was killed before its first files were complete.
     quiet: no progress and no closing line.
 
     Raises:
-        ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used; nothing has been written.
+        ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used, or the run directory cannot
+            be written; nothing has been written.
         ResumeError: no run there, it cannot be written, or its recipe or schedule differs in something that matters.
+        RunDirInUse: another process trains in the run directory.
         RewardError: a reward failed and task.on_reward_error is "fail".
         TrainingDiverged: a loss or gradient is not finite; see diagnosis/ in the run directory.
     """
     began = time.perf_counter()
     schedule = setup.build_schedule(config.rollout)
-    previous = _open_run(config, schedule) if resume else None
-    if previous is None and config.train.run_dir is not None:
-        RunDir.check_free(config.train.run_dir)  # before a large model is read
-    with RunDisplay(config.train.steps, 1, quiet=quiet) as display:
+    path = config.train.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with ExitStack() as lock, RunDisplay(config.train.steps, 1, quiet=quiet) as display:
+        previous = None
+        if resume:
+            _check_resumable(config)
+            lock.enter_context(run_lock(path))
+            previous = _open_run(path, config, schedule)
+            if previous is None:
+                display.say(f"{path} holds no run yet; starting from the beginning.")
+        else:
+            RunDir.check_free(path)  # before a large model is read
         with display.phase("load"):
             trainer = Trainer(config, schedule, display)
         with trainer.rewards:
             with display.phase("load"):
                 trainer.rewards.start()
-            run_dir = previous or _create_run(config, schedule, trainer.policy)
+            if not resume:
+                lock.enter_context(run_lock(path))
+            run_dir = previous or _create_run(path, config, schedule, trainer.policy)
             summary = trainer.train(run_dir, began)
         display.say(summary.line())
     return summary
@@ -335,10 +349,19 @@ def _check(config: RLConfig) -> None:
         )
 
 
-def _open_run(config: RLConfig, schedule: BudgetSchedule) -> RunDir:
+def _check_resumable(config: RLConfig) -> None:
+    """Raise ResumeError unless the run directory is a run's; a folder of something else is not even locked."""
     if config.train.run_dir is None:
         raise ResumeError("Nothing to resume: train.run_dir is not set; give the run directory to continue.")
-    run = RunDir.open(config.train.run_dir)
+    if not RunDir.is_unstarted(config.train.run_dir):
+        RunDir.open(config.train.run_dir)
+
+
+def _open_run(path: str, config: RLConfig, schedule: BudgetSchedule) -> RunDir | None:
+    """The run to continue; None when it was killed before its recipe was written, so that there is nothing to continue."""
+    if RunDir.is_unstarted(path):
+        return None
+    run = RunDir.open(path)
     conflicts = resume_conflicts(read_resolved(RLConfig, run.config_path), config)
     if conflicts:
         changes = "; ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in conflicts.items())
@@ -363,8 +386,7 @@ def _open_run(config: RLConfig, schedule: BudgetSchedule) -> RunDir:
     return run
 
 
-def _create_run(config: RLConfig, schedule: BudgetSchedule, policy: Policy) -> RunDir:
-    path = config.train.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _create_run(path: str, config: RLConfig, schedule: BudgetSchedule, policy: Policy) -> RunDir:
     environment = describe({"device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")})
     run = RunDir.create(path, config_toml=to_toml(config), environment=environment)
     write_text(run.path / SCHEDULE_FILE, schedule.to_json() + "\n")
