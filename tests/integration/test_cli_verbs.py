@@ -80,6 +80,47 @@ def test_rollout_refuses_before_it_writes(recipe: Path, tmp_path: Path, capfd: p
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "in_recipe", "said"),
+    [
+        ([], 'few_shot = "Q: 1+1? A: 2"', "task.few_shot has no effect"),
+        ([], 'few_shot_file = "train.jsonl"', "task.few_shot_file has no effect"),
+        (["--task.few_shot", "Q: 1+1?"], "", "task.few_shot has no effect"),
+        (["--task.name", "ifollow"], "", "task.name has no effect"),
+        (["--task.params.seed=3"], "", "task.params.seed has no effect"),
+        (["--task.reward_workers", "0"], "", "task.reward_workers has no effect"),
+        (["--plain", "--task.system_prompt", "Be brief."], "", "task.system_prompt has no effect"),
+        (["--plain"], 'system_prompt = "Be brief."', "because --plain gives them"),
+    ],
+)
+def test_what_the_prompts_of_a_file_leave_without_effect_is_an_error(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], in_recipe: str, said: str
+) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("Say hello.\n")
+    recipe.write_text(recipe.read_text().replace("[task]\n", f"[task]\n{in_recipe}\n"))
+    arguments = ["rollout", str(recipe), "--prompts", str(prompts), "-o", str(output), *options]
+    assert main(arguments) == 2
+    assert said in capfd.readouterr().err
+    assert not output.exists()
+    option = said.split()[0]
+    if in_recipe and option.startswith("task.few_shot"):
+        assert main([*arguments, f"--{option}", "null"]) == 0
+
+
+def test_a_system_prompt_for_conversations_that_have_one(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hello."}]
+    prompts.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "Hello."}) + "\n")
+    arguments = ["rollout", str(recipe), "--prompts", str(prompts), "-o", str(output)]
+    arguments += ["--task.system_prompt", "Be brief."]
+    assert main(arguments) == 0, "the second takes it"
+    assert main([*arguments, "--num_prompts", "1"]) == 2
+    assert "because each has a system message of its own" in capfd.readouterr().err
+
+
 def test_a_chat_template_of_the_users(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     template, output = tmp_path / "chat.jinja", tmp_path / "out.jsonl"
     # In this one a turn ends with <|start|>, which then ends a completion.

@@ -64,6 +64,11 @@ def _is_chat(value: Any) -> bool:
     )
 
 
+def takes_system(row: Mapping[str, Any], *, plain: bool) -> bool:
+    """Whether the recipe's system prompt is put before a row: one that is a conversation and has no system message."""
+    return not plain if "messages" not in row else row["messages"][0]["role"] != "system"
+
+
 def encode_rows(policy: Policy, rows: list[dict[str, Any]], *, plain: bool, system: str | None) -> list[Prompt]:
     """Tokenised prompts, index by position. `plain`: text goes to the model as it is, without a chat template."""
     prompts = []
@@ -78,7 +83,7 @@ def encode_rows(policy: Policy, rows: list[dict[str, Any]], *, plain: bool, syst
         if plain and "prompt" in row:
             ids = policy.encode(text)
         else:
-            if system is not None and messages[0]["role"] != "system":
+            if system is not None and takes_system(row, plain=plain):
                 messages.insert(0, {"role": "system", "content": system})
             ids = policy.encode_chat(messages)
         prompts.append(Prompt(index=index, token_ids=tuple(ids), text=text, columns=columns))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from leanroll.cli.output import check_output
 from leanroll.cli.progress import generation_progress, status
-from leanroll.cli.prompts import check_lengths, encode_rows, read_prompts, task_items
+from leanroll.cli.prompts import check_lengths, encode_rows, read_prompts, takes_system, task_items
 from leanroll.config import GenerateConfig, load_config
 from leanroll.errors import ConfigError
 from leanroll.rundir import write_jsonl
@@ -46,12 +46,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if arguments.plain and arguments.prompts is None:
         raise ConfigError("--plain has no effect on the task's prompts, which are conversations; give --prompts FILE.")
     rows = read_prompts(Path(arguments.prompts)) if arguments.prompts is not None else None
-    if rows is not None and "split" in config.model_fields_set:
-        raise ConfigError("split has no effect on the prompts of a file; leave out --split or --prompts.")
-    if rows is not None and config.num_prompts > len(rows):
-        raise ConfigError(
-            f"num_prompts is {config.num_prompts}, but {arguments.prompts} has {len(rows)} prompts; lower it."
-        )
+    if rows is not None:
+        if config.num_prompts > len(rows):
+            raise ConfigError(
+                f"num_prompts is {config.num_prompts}, but {arguments.prompts} has {len(rows)} prompts; lower it."
+            )
+        rows = rows[: config.num_prompts or None]
+        check_inert(config, overrides, rows, plain=arguments.plain)
 
     from leanroll.train import setup
 
@@ -65,8 +66,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if rows is None:
         prompts = setup.PromptEncoder(policy, config.task).encode(items)
     else:
-        chosen = rows[: config.num_prompts or None]
-        prompts = encode_rows(policy, chosen, plain=arguments.plain, system=config.task.system_prompt)
+        prompts = encode_rows(policy, rows, plain=arguments.plain, system=config.task.system_prompt)
     check_lengths(prompts, config.rollout.max_completion_length, policy.spec.max_position)
     sampling = setup.sampling_params(policy, config.rollout, seed=config.seed, num_top_logprobs=config.num_top_logprobs)
     with generation_progress("completions") as progress:
@@ -74,6 +74,35 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     write_jsonl(output, records(groups))
     _summarise(groups, output)
     return 0
+
+
+def check_inert(
+    config: GenerateConfig, overrides: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]], *, plain: bool
+) -> None:
+    """Raise ConfigError when an option was set that does nothing to the prompts of a file.
+
+    Which task a recipe names, and its rewards, are left aside like the tables that only training uses. On the command
+    line they are an error, as is, wherever it stands, what would have changed the prompts.
+    """
+    inert = [
+        key for key, text in overrides if key.startswith("task.") and key != "task.system_prompt" and text != "null"
+    ]
+    for field in ("few_shot", "few_shot_file"):
+        if getattr(config.task, field):
+            inert.append(f"task.{field}")
+    if "split" in config.model_fields_set:
+        inert.append("split")
+    if inert:
+        raise ConfigError(
+            f"{inert[0]} has no effect on the prompts of a file; leave it out (--{inert[0]} null takes it out of a recipe), "
+            "or leave out --prompts."
+        )
+    if config.task.system_prompt is not None and not any(takes_system(row, plain=plain) for row in rows):
+        reason = "--plain gives them to the model as they are" if plain else "each has a system message of its own"
+        raise ConfigError(
+            f"task.system_prompt has no effect on the prompts of this file, because {reason}; leave it out "
+            "(--task.system_prompt null takes it out of a recipe), or change that."
+        )
 
 
 def records(groups: Sequence[RolloutGroup]) -> Iterator[dict[str, Any]]:
