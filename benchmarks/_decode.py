@@ -36,7 +36,7 @@ def fill_pool(engine: RolloutEngine, pool: PagePool) -> None:
 
 @contextmanager
 def random_prefill(policy: Policy, engine: RolloutEngine) -> Iterator[None]:
-    """While active, a prefill computes nothing: the first one fills the pool, and hidden states are random."""
+    """While active, a prefill computes nothing: the first one fills the pool, and the hidden states are random."""
     decode = policy.hidden
     filled: list[PagePool] = []
 
@@ -48,7 +48,7 @@ def random_prefill(policy: Policy, engine: RolloutEngine) -> Iterator[None]:
         if pool not in filled:
             fill_pool(engine, pool)
             filled.append(pool)
-        return torch.randn(*input_ids.shape, policy.spec.hidden_size).to(policy.dtype)
+        return torch.randn(policy.spec.hidden_size).to(policy.dtype).expand(*input_ids.shape, -1)
 
     policy.hidden = hidden  # type: ignore[method-assign]
     try:
@@ -58,8 +58,8 @@ def random_prefill(policy: Policy, engine: RolloutEngine) -> Iterator[None]:
 
 
 def pool_gib(policy: Policy, schedule: BudgetSchedule, batch: int, context: int) -> float:
-    """Memory of the keys and values of a batch of sequences and of the one that may wait, landmarks of bf16 means included."""
-    tokens = (batch + 1) * (context + 2 * schedule.page_size)
+    """Memory of the keys and values of a batch of sequences, landmarks of the size of one key per page included."""
+    tokens = batch * (context + 2 * schedule.page_size)
     landmarks = 1.0 if schedule.is_dense else 1.0 + 0.5 / schedule.page_size
     return tokens * policy.spec.kv_bytes_per_token(policy.dtype) * landmarks / 2**30
 

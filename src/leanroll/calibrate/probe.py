@@ -90,12 +90,17 @@ def _measure_products(shape: ModelShape, repeats: int) -> tuple[float, float]:
     dtype = _DTYPES[shape.dtype_bytes]
     group = [shape.intermediate_size] * 2
     pair = 2 * shape.intermediate_size * shape.hidden_size
-    copies = max(2, -(-_COLD_BYTES // (pair * shape.dtype_bytes)))
+    copies = _cold_copies(shape, pair * shape.dtype_bytes)
     weights = [[torch.ones(rows, shape.hidden_size, dtype=dtype) for rows in group] for _ in range(copies)]
     one, many = (torch.ones(rows, shape.hidden_size, dtype=dtype) for rows in (1, _MANY_ROWS))
     hot = median_seconds(lambda: linear_group(many, weights[0]), repeats)
     cold = median_seconds(lambda: [linear_group(one, pair) for pair in weights], repeats)
     return 2.0 * _MANY_ROWS * pair / hot, copies * pair * shape.dtype_bytes / cold
+
+
+def _cold_copies(shape: ModelShape, num_bytes: int) -> int:
+    """Layers to go round, so that each has left the cache when its turn comes again; a small model has no more than its own."""
+    return max(2, min(-(-_COLD_BYTES // num_bytes), shape.num_layers))
 
 
 @dataclass
@@ -154,7 +159,7 @@ class _AttentionProbe:
         num_seqs, num_pages, budget = 8, 512, 64
         per_layer = 2 * num_seqs * budget * size * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
         # One layer at a time is touched, and its chosen pages must have left the cache when its turn comes again.
-        cache = self._cache(num_seqs, num_pages * size, budget, max(2, -(-_COLD_BYTES // per_layer // 2)))
+        cache = self._cache(num_seqs, num_pages * size, budget, _cold_copies(shape, 2 * per_layer))
         num_layers = len(cache.layers)
         selections = [
             self.backend.select_pages(
