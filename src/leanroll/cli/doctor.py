@@ -17,9 +17,14 @@ from leanroll.cli.progress import status
 from leanroll.config import AdapterConfig, DoctorConfig, load_config
 
 if TYPE_CHECKING:
+    from leanroll.errors import UserError
     from leanroll.models import Policy
+    from leanroll.rollout.schedule import BudgetSchedule
 
-HELP = "Show the machine, versions, kernel backends (which one is used and why), and the model: tokenizer, stop ids, chat template."
+HELP = (
+    "Show the machine, versions, kernel backends (which one is used and why), the model (tokenizer, stop ids, chat template), "
+    "and whether the schedule fits it."
+)
 SCHEMA = DoctorConfig
 
 _EXAMPLE = [{"role": "user", "content": "Say hello."}]
@@ -33,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    """Print the report; returns the exit code. A model that cannot be loaded is an error after the rest was shown."""
+    """Print the report; returns the exit code. A model that cannot be loaded, or that the schedule does not fit, is an error
+    after the rest was shown."""
     config = load_config(DoctorConfig, arguments.recipe, overrides)
     console = Console(highlight=False)
     with status("Looking at the machine …"):
@@ -49,19 +55,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         with status(f"Loading {config.model.name} …"):
             policy = setup.build_policy(config.model, AdapterConfig(type="none"), training=False)
         _show(console, "model", _model(policy, config))
-        pages = "all" if schedule.is_dense else f"{schedule.pages[0]} … {schedule.pages[-1]}"
-        _show(
-            console,
-            "schedule",
-            [
-                ("name", schedule.name),
-                ("pages read", f"{pages}, of {schedule.page_size} tokens; scorer {schedule.scorer}"),
-                (
-                    "dense layers",
-                    ", ".join(map(str, schedule.dense_layers)) or ("all" if schedule.is_dense else "none"),
-                ),
-            ],
-        )
+        problem = None if schedule.is_dense else _misfit(policy, schedule, config)
+        _show(console, "schedule", _schedule(policy, schedule, problem))
+        if problem is not None:
+            raise problem
     return 0
 
 
@@ -141,6 +138,54 @@ def _model(policy: Policy, config: DoctorConfig) -> _Rows:
     ids = policy.encode_chat(_EXAMPLE)
     yield "chat example", policy.decode(ids, skip_special_tokens=False).rstrip("\n")
     yield "", f"{len(ids)} tokens: {ids[:12]}{' …' if len(ids) > 12 else ''}"
+
+
+def _schedule(policy: Policy, schedule: BudgetSchedule, problem: UserError | None) -> _Rows:
+    pages = "all" if schedule.is_dense else f"{schedule.pages[0]} … {schedule.pages[-1]}"
+    yield "name", schedule.name
+    yield "pages read", f"{pages}, of {schedule.page_size} tokens; scorer {schedule.scorer}"
+    yield "dense layers", ", ".join(map(str, schedule.dense_layers)) or ("all" if schedule.is_dense else "none")
+    if schedule.is_dense:
+        return
+    windows = policy.spec.windows
+    sparse = sum(window == 0 and layer not in schedule.dense_layers for layer, window in enumerate(windows))
+    yield "sparse layers", f"{sparse} of {len(windows)}"
+    yield "usable", "yes, one step of a layer was tried" if problem is None else f"no: {problem}"
+
+
+def _misfit(policy: Policy, schedule: BudgetSchedule, config: DoctorConfig) -> UserError | None:
+    """Why a sparse schedule cannot be used with this model and these kernels: layers, page size and scorer are tried out."""
+    import torch
+
+    from leanroll.errors import ConfigError, UserError
+    from leanroll.kernels.dispatch import get_backend
+    from leanroll.kernels.layout import DecodeBatch, PagedLayer
+    from leanroll.kernels.scorers import get_scorer
+    from leanroll.measure.selection import SparsePlan
+    from leanroll.train.setup import DTYPES
+
+    spec, size, device = policy.spec, schedule.page_size, policy.device
+    dtype = policy.dtype if config.rollout.kv_dtype is None else DTYPES[config.rollout.kv_dtype]
+    try:
+        if not SparsePlan.of(spec, schedule).sparse_layers:
+            raise ConfigError(
+                f"schedule {schedule.name!r} leaves no layer of the model sparse: every one is among its dense layers or has "
+                "a sliding window. Use a schedule with fewer dense_layers, or 'dense'."
+            )
+        backend, scorer = get_backend(config.rollout.kernel, device), get_scorer(schedule.scorer)
+        kv = torch.zeros(5, spec.num_kv_heads, size, spec.head_dim, dtype=dtype, device=device)
+        landmarks = scorer.allocate(5, spec.num_kv_heads, spec.head_dim, size, dtype, device)
+        layer = PagedLayer(kv, kv.clone(), landmarks)
+        pages = torch.arange(5, dtype=torch.int32, device=device)
+        backend.update_landmarks(layer, pages, scorer)
+        # Five pages of which four are read: one of the two between the reserved ones has to be chosen.
+        length, budget = (torch.tensor([n], dtype=torch.int32, device=device) for n in (5 * size, 4))
+        q = torch.zeros(1, spec.num_heads, spec.head_dim, dtype=policy.dtype, device=device)
+        new = q[:, : spec.num_kv_heads]
+        backend.decode_layer(q, new, new, layer, DecodeBatch(pages[None], length, budget), scorer, scale=1.0)
+    except UserError as error:
+        return error
+    return None
 
 
 def _show(console: Console, title: str, rows: _Rows) -> None:

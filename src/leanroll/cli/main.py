@@ -13,14 +13,21 @@ from types import ModuleType
 from rich.console import Console
 
 from leanroll import __version__
-from leanroll.cli import doctor, evaluate, report, rl, rollout
+from leanroll.cli import calibrate, doctor, evaluate, report, rl, rollout
 from leanroll.cli.help import options_text, wants_help
 from leanroll.cli.rl import EXIT_INTERRUPTED
 from leanroll.config import split_overrides
 from leanroll.errors import LeanrollError, UserError
 
 # The modules of the verbs import torch only when they run, so that --help and errors in options are quick.
-VERBS: dict[str, ModuleType] = {"rl": rl, "rollout": rollout, "eval": evaluate, "doctor": doctor, "report": report}
+VERBS: dict[str, ModuleType] = {
+    "rl": rl,
+    "rollout": rollout,
+    "eval": evaluate,
+    "calibrate": calibrate,
+    "doctor": doctor,
+    "report": report,
+}
 
 EXIT_FAILURE, EXIT_USER = 1, 2
 

@@ -45,3 +45,27 @@ def status(label: str) -> Iterator[None]:
     else:
         console.print(label)
         yield
+
+
+@contextlib.contextmanager
+def pass_progress() -> Iterator[tuple[Callable[[int, int, str], None], Callable[[str], None]]]:
+    """A bar over the trajectories of a calibration pass, and a function that leaves a line above it."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("trajectories", total=None, note="")
+
+        def advance(done: int, total: int, note: str) -> None:
+            if done == 0:
+                progress.reset(bar, total=total)
+            progress.update(bar, completed=done, total=total, note=note)
+
+        yield advance, lambda line: console.print(line, markup=False)

@@ -5,8 +5,17 @@ config.rollout.max_completion_length
 """
 
 from leanroll.config.base import Section
+from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
-from leanroll.config.recipes import DoctorConfig, EvaluateConfig, GenerateConfig, Recipe, RLConfig, inert_options
+from leanroll.config.recipes import (
+    CalibrateConfig,
+    DoctorConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    Recipe,
+    RLConfig,
+    inert_options,
+)
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.config.schema import FieldDoc, iter_fields, nearest_key, option_keys
 from leanroll.config.sections import AdapterConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
@@ -15,6 +24,8 @@ from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig,
 __all__ = [
     "AdapterConfig",
     "AlgorithmConfig",
+    "CalibrateConfig",
+    "CalibrationConfig",
     "DoctorConfig",
     "EvalConfig",
     "EvaluateConfig",

@@ -22,7 +22,7 @@ from leanroll.errors import ConfigError
 PATH_OPTIONS = ("model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path")
 """Options that are always paths."""
 
-PATH_OR_NAME_OPTIONS = ("model.name", "rollout.schedule")
+PATH_OR_NAME_OPTIONS = ("model.name", "rollout.schedule", "calibrate.warm_start")
 """Options that are a path when such a file or folder exists there, else a name."""
 
 
@@ -84,7 +84,8 @@ def validate(schema: type[RecipeT], data: Mapping[str, Any], where: str = "confi
 def split_overrides(arguments: Sequence[str], schema: type[BaseModel]) -> tuple[list[str], list[tuple[str, str]]]:
     """Separate `--a.b VALUE` and `--a.b=VALUE` from the other arguments.
 
-    An argument is an override when it starts with `--` and its key has a dot or is a field of the schema.
+    An argument is an override when it starts with `--` and its key has a dot or is a field of the schema. A section that has
+    a `name` may stand for it: `--model PATH` is `--model.name PATH`.
 
     Returns:
         The other arguments, and (key, value text) pairs in order.
@@ -99,7 +100,11 @@ def split_overrides(arguments: Sequence[str], schema: type[BaseModel]) -> tuple[
         key, equals, value = argument[2:].partition("=")
         if not argument.startswith("--") or not ("." in key or key in schema.model_fields):
             rest.append(argument)
-        elif equals:
+            continue
+        section = section_of(schema.model_fields[key]) if key in schema.model_fields else None
+        if section is not None and "name" in section.model_fields:
+            key += ".name"
+        if equals:
             overrides.append((key, value))
         elif queue and not queue[0].startswith("--"):
             overrides.append((key, queue.pop(0)))

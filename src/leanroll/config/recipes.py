@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from leanroll.config.base import Int, Section
+from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -114,6 +115,19 @@ class EvaluateConfig(Section):
         return self
 
 
+class CalibrateConfig(Section):
+    """Everything `leanroll calibrate` needs. Of [rollout], temperature, KV type and memory count; the schedule is what is made."""
+
+    name: str = Field(
+        "calibration", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its schedules."
+    )
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    calibrate: CalibrationConfig = CalibrationConfig()
+
+
 class DoctorConfig(Section):
     """What `leanroll doctor` looks at."""
 
@@ -121,8 +135,8 @@ class DoctorConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
 
 
-Recipe = RLConfig | GenerateConfig | EvaluateConfig | DoctorConfig
-RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, DoctorConfig)
+Recipe = RLConfig | GenerateConfig | EvaluateConfig | CalibrateConfig | DoctorConfig
+RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, DoctorConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,13 +192,13 @@ def summarise(
     values = np.concatenate(later).astype(np.float64)
     owners = np.repeat(np.arange(len(rates)), lengths)
     totals = np.concatenate([p + 1 + np.arange(n) for p, n in zip(prompt_lengths, lengths, strict=True)])
-    settings = (quantile, confidence, num_resamples, seed)
-    overall = _stats(values, owners, int(totals.min()), int(totals.max()) + 1, settings)
+    settings = TailSettings(quantile, confidence, num_resamples, seed)
+    overall = tail_stats(values, owners, int(totals.min()), int(totals.max()) + 1, settings)
     bins = []
     for index in np.unique(totals // bin_tokens):
         inside = totals // bin_tokens == index
         bins.append(
-            _stats(values[inside], owners[inside], int(index) * bin_tokens, int(index + 1) * bin_tokens, settings)
+            tail_stats(values[inside], owners[inside], int(index) * bin_tokens, int(index + 1) * bin_tokens, settings)
         )
     return AcceptanceSummary(overall, tuple(bins))
 
@@ -208,10 +208,22 @@ def tail(values: np.ndarray, quantile: float = TAIL_QUANTILE) -> float:
     return _weighted_quantile(np.sort(values), np.ones(len(values), dtype=np.int64), quantile)
 
 
-def _stats(
-    values: np.ndarray, owners: np.ndarray, low: int, high: int, settings: tuple[float, float, int, int]
+@dataclass(frozen=True, slots=True)
+class TailSettings:
+    """quantile: of alpha over tokens. confidence: of its interval. num_resamples: bootstrap draws; seed: of the draws."""
+
+    quantile: float = TAIL_QUANTILE
+    confidence: float = 0.9
+    num_resamples: int = 200
+    seed: int = 0
+
+
+def tail_stats(
+    values: np.ndarray, owners: np.ndarray, low: int, high: int, settings: TailSettings | None = None
 ) -> AcceptanceStats:
-    quantile, confidence, num_resamples, seed = settings
+    """Statistics of one length bin [low, high): alpha of its tokens, and the number of the rollout each token is from."""
+    s = settings or TailSettings()
+    quantile, confidence, num_resamples, seed = s.quantile, s.confidence, s.num_resamples, s.seed
     order = np.argsort(values, kind="stable")
     values = values[order]
     rollouts, owners = np.unique(owners[order], return_inverse=True)

@@ -79,14 +79,14 @@ class RolloutEngine:
             if schedule.is_dense
             else tuple(i for i in range(spec.num_layers) if i not in schedule.dense_layers and spec.windows[i] == 0)
         )
-        self._kv_dtype = kv_dtype or policy.dtype
+        self.kv_dtype = kv_dtype or policy.dtype
         self._max_pages = pages_for_memory(
             kv_memory_gib,
             page_size=schedule.page_size,
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=self._kv_dtype,
+            dtype=self.kv_dtype,
             scorer=self.scorer,
             num_sparse_layers=len(self.sparse_layers),
         )
@@ -206,7 +206,7 @@ class RolloutEngine:
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=self._kv_dtype,
+            dtype=self.kv_dtype,
             device=self.policy.device,
             scorer=self.scorer,
             sparse_layers=self.sparse_layers,
