@@ -56,7 +56,7 @@ def run_lock(path: str | Path) -> Iterator[None]:
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
             raise RunDirInUse(
                 f"Run directory {str(path)!r} is in use by {holder}; expected one that nothing else trains in. Wait for it, "
-                "stop it, or choose another train.run_dir."
+                "stop it, or choose another run directory."
             ) from None
         except OSError as error:
             raise _unusable(path, error) from error
@@ -70,5 +70,5 @@ def run_lock(path: str | Path) -> Iterator[None]:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"Run directory {str(path)!r} cannot be written or locked ({error.strerror or error}); expected a writable folder on "
-        "a filesystem with file locks. Choose another train.run_dir."
+        "a filesystem with file locks. Choose another run directory."
     )

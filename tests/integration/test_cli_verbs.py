@@ -166,3 +166,34 @@ def test_doctor(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "<|start|>user" in text
     assert main(["doctor", "--no-model"]) == 0
     assert main(["doctor", "--model.name", "/nowhere"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ({"dense_layers": [0, 1]}, "sparse layers 2 of 4 usable yes"),
+        ({"dense_layers": [0, 4]}, "keeps layers [4] dense; the model has layers 0 to 3"),
+        ({"dense_layers": [0, 1, 2, 3]}, "leaves no layer of the model sparse"),
+        ({"scorer": "guess"}, "guess"),
+    ],
+)
+def test_doctor_tries_the_schedule(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], schedule: dict[str, object], said: str
+) -> None:
+    (tmp_path / "budget.json").write_text(json.dumps({"page_size": 8, "pages": [4], **schedule}))
+    options = ["--model.name", str(model), "--model.device", "cpu", "--rollout.schedule", str(tmp_path / "budget.json")]
+    code = main(["doctor", *options])
+    captured = capfd.readouterr()
+    assert said in " ".join(captured.out.split())
+    usable = "usable yes" in said
+    assert code == (0 if usable else 2)
+    assert ("error: " in captured.err) == (not usable)
+
+
+def test_doctor_tries_the_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama", head_dim=12).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    options = ["--model.name", str(tmp_path), "--model.device", "cpu", "--rollout.schedule", "qwen3-4b-0.86"]
+    assert main(["doctor", *options, "--rollout.kernel", "reference"]) == 0
+    assert main(["doctor", *options, "--rollout.kernel", "cpu"]) == 2
+    assert "head dimension 12; the CPU kernels take multiples of 8" in " ".join(capfd.readouterr().out.split())

@@ -81,7 +81,7 @@ def test_a_fork_does_not_end_the_lock_of_its_parent(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written or locked.*Choose another train\.run_dir"):
+    with pytest.raises(ConfigError, match=r"cannot be written or locked.*Choose another run directory"):
         run_lock(tmp_path / "file" / "run").__enter__()
 
     def refuse(*_: object) -> None:
