@@ -51,10 +51,10 @@ class PagePool:
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
-        self.k = _allocate(shape, dtype, device)
-        self.v = _allocate(shape, dtype, device)
+        self.k = allocate(shape, dtype, device)
+        self.v = allocate(shape, dtype, device)
         page_shape, stored = scorer.storage(num_kv_heads, head_dim, page_size, dtype)
-        landmarks = _allocate((len(sparse_layers), num_pages, *page_shape), stored, device)
+        landmarks = allocate((len(sparse_layers), num_pages, *page_shape), stored, device)
         of_layer = dict(zip(sparse_layers, landmarks, strict=True))
         self.layers = [PagedLayer(self.k[i], self.v[i], of_layer.get(i)) for i in range(num_layers)]
         self._free = list(range(num_pages - 1, -1, -1))
@@ -178,9 +178,14 @@ def pages_for_memory(
     return count
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for keys, values or landmarks. Pages are read in scattered pieces of a few KiB: where the system has huge pages on
-    request (Linux), asking for them saves the processor an address translation per piece, 5 to 10 % of a decode step."""
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for keys, values or landmarks, contents undefined. Pages are read in scattered pieces of a few KiB: where the
+    system has huge pages on request (Linux), asking for them saves the processor an address translation per piece, 5 to 10 % of
+    a decode step.
+
+    Raises:
+        ConfigError: the system does not have it.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0 or device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)

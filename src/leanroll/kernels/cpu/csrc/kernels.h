@@ -100,7 +100,7 @@ inline int64_t pack_scratch(int D) { return 2 * static_cast<int64_t>(pad_dim(D))
 inline int64_t score_scratch(int D, int N) {
   const int64_t queries = (kScoreHeads + kMaxLanes + 2) * static_cast<int64_t>(pad_dim(2 * D));
   const int64_t products = kScoreHeads * (kChunkRows + 8ll * kMaxLanes) + kChunkRows + 2 * kMaxLanes;
-  const int64_t pages = kScoreHeads * (2ll * N + 8 * kMaxLanes);
+  const int64_t pages = kScoreHeads * (3ll * N + 12 * kMaxLanes);
   return queries + products + pages;
 }
 

@@ -97,15 +97,21 @@ void landmark_products(const ScoreArgs& a, const Query<T>& query, float* out) {
   }
 }
 
-// x[0, n) = exp(x - max x), and zeros up to the next multiple of 4 W; returns the maximum.
-inline float exp_below_maximum(float* x, int n) {
+// x[0, n) = exp(x - max x), and zeros up to the next multiple of 4 W; returns the maximum, and the sum.
+inline float exp_below_maximum(float* x, int n, float& total) {
   const int end = (n + 4 * W - 1) / (4 * W) * (4 * W);
   for (int i = n; i < end; ++i) x[i] = -kInf;
   F top = set1(-kInf);
   for (int i = 0; i < n; i += W) top = vmax(top, load(x + i));
   const float m = hmax(top);
   const F shift = set1(m == -kInf ? 0.0f : m);
-  for (int i = 0; i < end; i += W) store(x + i, exp_nonpositive(sub(load(x + i), shift)));
+  F sum = zero();
+  for (int i = 0; i < end; i += W) {
+    const F p = exp_nonpositive(sub(load(x + i), shift));
+    store(x + i, p);
+    sum = add(sum, p);
+  }
+  total = hsum(sum);
   return m;
 }
 
@@ -140,10 +146,8 @@ void score_landmarks(const ScoreArgs& a) {
     float* l = logits + a.begin;
     for (int i = n; i < n + W; ++i) l[i] = -kInf;
     for (int i = 0; i < n; i += W) store(l + i, mul(load(l + i), set1(scale)));
-    exp_below_maximum(l, n);
-    F sum = zero();
-    for (int i = 0; i < n; i += W) sum = add(sum, load(l + i));
-    const float total = hsum(sum);
+    float total;
+    exp_below_maximum(l, n, total);
     float* out = a.out + a.begin;
     for (int i = 0; i < n; ++i) out[i] = (h ? out[i] : 0.0f) + l[i] / total;
   }
@@ -207,8 +211,9 @@ void score_rows(const ScoreArgs& a) {
   const int64_t stride = kChunkRows + 8 * kMaxLanes, page_stride = n + 4 * kMaxLanes;
   float* logits = a.scratch;
   float* sums = logits + kScoreHeads * stride;
-  float* maxima = sums + kScoreHeads * page_stride;
-  float* memory = maxima + kScoreHeads * page_stride;
+  float* maxima = sums + kScoreHeads * page_stride;  // of a chunk, as many as there can be pages
+  float* totals = maxima + kScoreHeads * page_stride;
+  float* memory = totals + kScoreHeads * page_stride;
   for (int first = 0; first < a.G; first += kScoreHeads) {
     const int H = a.G - first < kScoreHeads ? a.G - first : kScoreHeads;
     Products products(a, first, H, memory);
@@ -216,27 +221,26 @@ void score_rows(const ScoreArgs& a) {
       const int count = n - p < per_chunk ? n - p : per_chunk;
       products(a.read_begin + p, count, logits, stride);
       for (int h = 0; h < H; ++h) {
-        maxima[h * page_stride + p / per_chunk] = exp_below_maximum(logits + h * stride, count * R);
+        const int64_t chunk = h * page_stride + p / per_chunk;
+        maxima[chunk] = exp_below_maximum(logits + h * stride, count * R, totals[chunk]);
         page_sums(logits + h * stride, count, R, sums + h * page_stride + p);
       }
     }
     for (int h = 0; h < H; ++h) {
-      const float* sum = sums + h * page_stride;
-      float* weight = maxima + h * page_stride;
+      const float* maximum = maxima + h * page_stride;
       const int chunks = (n + per_chunk - 1) / per_chunk;
       float top = -kInf, total = 0.0f;
-      for (int c = 0; c < chunks; ++c) top = weight[c] > top ? weight[c] : top;
+      for (int c = 0; c < chunks; ++c) top = maximum[c] > top ? maximum[c] : top;
+      for (int c = 0; c < chunks; ++c) total += totals[h * page_stride + c] * std::exp(maximum[c] - top);
       for (int c = 0; c < chunks; ++c) {
-        weight[c] = std::exp(weight[c] - top);
-        float chunk = 0.0f;
-        for (int i = c * per_chunk; i < n && i < (c + 1) * per_chunk; ++i) chunk += sum[i];
-        total += chunk * weight[c];
-      }
-      for (int c = 0; c < chunks; ++c) weight[c] /= total;
-      const int skipped = a.begin - a.read_begin;
-      for (int i = a.begin; i < a.end; ++i) {
-        const int page = i - a.begin + skipped;
-        a.out[i] = (first + h ? a.out[i] : 0.0f) + sum[page] * weight[page / per_chunk];
+        const float weight = std::exp(maximum[c] - top) / total;
+        const int from = a.read_begin + c * per_chunk, to = from + per_chunk;
+        const int begin = from > a.begin ? from : a.begin, end = to < a.end ? to : a.end;
+        const float* sum = sums + h * page_stride;
+        if (first + h)
+          for (int i = begin; i < end; ++i) a.out[i] += sum[i - a.read_begin] * weight;
+        else
+          for (int i = begin; i < end; ++i) a.out[i] = sum[i - a.read_begin] * weight;
       }
     }
   }

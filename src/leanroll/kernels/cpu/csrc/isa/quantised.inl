@@ -120,17 +120,21 @@ struct QuantisedProducts {
   // Rows of pages [first, first + count) → out[h * stride + row], valid up to the next multiple of 4 W.
   void operator()(int first, int count, float* out, int64_t stride) const {
     const uint8_t* quads[kChunkRows / kQuad + kMaxLanes];
-    const int R = a.scorer.rows, per_page = R / kQuad;
+    const int per_page = a.scorer.rows / kQuad;
     const float factor = 1.0f / std::sqrt(static_cast<float>(a.D));
+    const auto* base = static_cast<const uint8_t*>(a.rows);
+    const int32_t* table = a.table;
+    const int64_t page_stride = a.page_stride, fetch_bytes = a.fetch_bytes, quad_bytes = static_cast<int64_t>(tiles) * kQuadTile;
+    const int end = first + count, last = a.read_end - a.ahead, ahead = a.ahead;
+    float* scale_of = scales;
     int n = 0;
-    for (int p = first; p < first + count; ++p) {
-      const uint8_t* page = static_cast<const uint8_t*>(a.rows) + a.table[p] * a.page_stride;
-      if (p + a.ahead < a.read_end)
-        prefetch_bytes(static_cast<const uint8_t*>(a.rows) + a.table[p + a.ahead] * a.page_stride, a.fetch_bytes);
-      const uint8_t* page_scales = page + static_cast<int64_t>(R) * tiles * kRunBytes;
-      for (int i = 0; i < per_page; ++i, ++n) {
-        quads[n] = page + static_cast<int64_t>(i) * tiles * kQuadTile;
-        quad_scales(page_scales + i * kQuad * 2, factor, scales + n * kQuad);
+    for (int p = first; p < end; ++p) {
+      const uint8_t* page = base + table[p] * page_stride;
+      if (p < last) prefetch_bytes(base + table[p + ahead] * page_stride, fetch_bytes);
+      const uint8_t* page_scales = page + per_page * quad_bytes;
+      for (int i = 0; i < per_page; ++i, ++n, scale_of += kQuad) {
+        quads[n] = page + i * quad_bytes;
+        quad_scales(page_scales + i * kQuad * 2, factor, scale_of);
       }
     }
     for (int i = 0; i < kMaxLanes / kQuad; ++i) quads[n + i] = quads[n - 1];  // fills the last vector
