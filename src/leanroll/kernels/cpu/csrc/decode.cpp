@@ -161,9 +161,8 @@ void page_landmark(const Pool& pool, const Scorer& scorer, int Hk, int D, int S,
                  static_cast<char*>(pool.landmarks) + row * scorer.landmark_bytes(pool.dtype, D), S, D, memory);
 }
 
-// heads_ahead: KV heads from this one on that the calling thread will score next.
-void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const Scorer& scorer, int row, int heads_ahead,
-               float* out, float* memory) {
+void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* q, const Scorer& scorer, int row, float* out,
+               float* memory) {
   const int b = row / batch.Hk, h = row % batch.Hk, G = batch.Hq / batch.Hk;
   ScoreArgs args;
   args.scorer = scorer;
@@ -174,7 +173,7 @@ void score_row(const Pool& pool, const Batch& batch, DType q_dtype, const void* 
                                : scorer.landmark_bytes(pool.dtype, batch.D);
   args.rows = static_cast<const char*>(oracle ? pool.k : pool.landmarks) + h * bytes;
   args.page_stride = batch.Hk * bytes;
-  args.fetch_bytes = heads_ahead * bytes;
+  args.fetch_bytes = bytes;
   args.ahead = static_cast<int>(std::min<int64_t>(kAheadPages, 1 + kAheadBytes / args.fetch_bytes));
   args.table = batch.table + static_cast<int64_t>(b) * batch.max_pages;
   args.begin = batch.first_pages, args.end = num_pages(batch, b) - batch.last_pages;
@@ -263,7 +262,7 @@ void score_pages(const Pool& pool, const Batch& batch, DType q_dtype, const void
         const int64_t row = item * heads + h;
         float* scores = out + row * batch.max_pages;
         std::fill(scores, scores + batch.max_pages, -std::numeric_limits<float>::infinity());
-        score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), heads - h, scores, memory + each * team.thread());
+        score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), scores, memory + each * team.thread());
       }
     });
   });
@@ -321,8 +320,7 @@ void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const voi
   parallel(threads, [&](const Team& team) {
     float* mine = memory + each * team.thread();
     team.each(counters[0], static_cast<int64_t>(batch.B) * batch.Hk / heads, [&](int64_t item) {
-      for (int ahead = heads; ahead > 0; --ahead) {
-        const int64_t row = item * heads + heads - ahead;
+      for (int64_t row = item * heads; row < (item + 1) * heads; ++row) {
         const int b = static_cast<int>(row) / batch.Hk, h = static_cast<int>(row) % batch.Hk;
         const int last = batch.lengths[b] - 1;
         const int64_t page = batch.table[static_cast<int64_t>(b) * batch.max_pages + last / batch.S];
@@ -331,7 +329,7 @@ void decode_layer(const Pool& pool, const Batch& batch, DType q_dtype, const voi
         if (batch.lengths[b] % batch.S == 0) page_landmark(pool, scorer, batch.Hk, batch.D, batch.S, page, h, mine);
         float* scores = mine;
         if (num_pages(batch, b) > batch.budgets[b])
-          score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), ahead, scores, scores + 2 * page_floats);
+          score_row(pool, batch, q_dtype, q, scorer, static_cast<int>(row), scores, scores + 2 * page_floats);
         select_row(scores, batch, b, selected + row * width, width, scores + page_floats);
       }
     });

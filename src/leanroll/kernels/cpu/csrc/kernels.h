@@ -84,7 +84,7 @@ struct ScoreArgs {
   int G, D;
   const void* rows;     // landmarks, or for the oracle keys; offset to the KV head
   int64_t page_stride;  // bytes from page to page
-  int64_t fetch_bytes;  // from a page's landmark on, worth having in the cache (the next heads' landmarks follow)
+  int64_t fetch_bytes;  // of a page's landmark
   int ahead;            // pages to fetch ahead
   const int32_t* table;
   int begin, end;
