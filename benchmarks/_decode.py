@@ -69,10 +69,15 @@ def available_gib() -> float:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+def typical_length(context: int, num_steps: int) -> int:
+    """Tokens in the cache, the current one included, in the middle of the steps that `decode_seconds` times."""
+    return context - 2 - num_steps // 2
+
+
 def decode_seconds(
     policy: Policy, schedule: BudgetSchedule, *, batch: int, context: int, num_steps: int, kernel: str = "auto"
 ) -> list[float]:
-    """Seconds of `num_steps` decode steps of `batch` sequences; the last of them has `context` tokens, the current one included.
+    """Seconds of `num_steps` decode steps of `batch` sequences that end with `context` tokens; see `typical_length`.
 
     Three steps come first and one last that are not timed: a step is what lies between two reports, and caches and threads
     warm up.
@@ -86,7 +91,7 @@ def decode_seconds(
         kernel=kernel,
         prefill_tokens=batch * context,
     )
-    length = context - steps + 1
+    length = context - steps - 1  # the last token drawn counts, too
     if length < 1:
         raise ValueError(f"a context of {context} tokens is too short for {steps} steps.")
     vocab = policy.spec.vocab_size

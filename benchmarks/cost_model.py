@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks._common import Summary, print_result, progress, wait_for_idle
-from benchmarks._decode import available_gib, decode_seconds, pool_gib
+from benchmarks._decode import available_gib, decode_seconds, pool_gib, typical_length
 from leanroll.calibrate.cost import step_cost, trajectory
 from leanroll.calibrate.devices import Device, named_device
 from leanroll.calibrate.model_shape import ModelShape
@@ -107,7 +107,7 @@ def measure_grid(policy: Policy, device: Device, options: argparse.Namespace) ->
                 seconds = decode_seconds(
                     policy, schedule, batch=batch, context=context, num_steps=options.steps, kernel=options.kernel
                 )
-                lengths = [context - options.steps // 2] * batch
+                lengths = [typical_length(context, options.steps)] * batch
                 parts = step_cost(shape, schedule, lengths).seconds(device)
                 measured, predicted = Summary.of(seconds).scaled(1e3), 1e3 * float(sum(parts.values()))
                 cells.append(
