@@ -52,6 +52,7 @@ class Search:
     say: Callable[[str], None] = lambda line: None
     progress: Callable[[int, int, str], None] | None = None
     passes: list[list[BinEstimate | None]] = field(default_factory=list)
+    history: list[SchedulePass] = field(default_factory=list)
 
     def fit(self, target: float, guess: Sequence[int]) -> Fit:
         """The smallest budgets that reach the target; `guess` are rungs to begin with. Lengths beyond the last bin are dense."""
@@ -101,6 +102,7 @@ class Search:
             schedule, self.trajectories, enough=enough, check_from=self.ladder.min_trajectories, progress=self.progress
         )
         self.passes.append(result.estimates(self.ladder.pages))
+        self.history.append(result)
         tails = " ".join("-" if b is None else f"{b.tail:.3f}" for b in result.bins[:-1])
         aim = "" if target is None else f" for {target:g}"
         shown = " ".join(str(p) for p in schedule.pages[:-1])

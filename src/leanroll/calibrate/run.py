@@ -94,14 +94,13 @@ class Calibration:
         for target in sorted(s.targets):
             fit = search.fit(target, guess)
             guess = [ladder.pages.index(p) for p in fit.schedule.pages[:-1]]
-            rows += _rows(fit.final, target, "fit")
             result = self._result(fit, ladder, runner)
             if held_out:
                 result |= self._validate(fit, runner, held_out, rows)
             results.append(result)
             self._write_schedule(fit, result)
-            self._write(results, rows, runner, ladder, fitting, held_out, started)
-        return self._write(results, rows, runner, ladder, fitting, held_out, started)
+            self._write(results, rows, search, held_out, started)
+        return self._write(results, rows, search, held_out, started)
 
     def _ladder(self, fitting: Sequence[Trajectory]) -> Ladder:
         s = self.settings
@@ -175,7 +174,7 @@ class Calibration:
     ) -> dict[str, Any]:
         s = self.settings
         checked = runner.run(fit.schedule, held_out, progress=self.progress)
-        rows += _rows(checked, fit.target, "held_out")
+        rows += _rows(checked, None, fit.target, "held_out")
         result: dict[str, Any] = {
             "held_out": [_stats(b) for b in checked.bins[:-1]],
             "paper": self._paper(fit.schedule, runner, held_out[:PAPER_TRAJECTORIES]),
@@ -185,7 +184,9 @@ class Calibration:
                 self.make_engine(fit.schedule), self.policy, self.backend, held_out, num_tokens=s.continuations,
                 num_bins=len(fit.schedule.pages) - 1, temperature=self.temperature, seed=s.seed, tail=self.tail,
             )  # fmt: skip
-            rows += [_row(b, fit.schedule, i, fit.target, "continuation") for i, b in enumerate(sampled.bins[:-1]) if b]
+            rows += [
+                _row(b, fit.schedule, i, None, fit.target, "continuation") for i, b in enumerate(sampled.bins[:-1]) if b
+            ]
             result["continuations"] = [_stats(b) for b in sampled.bins[:-1]]
         return result
 
@@ -230,9 +231,7 @@ class Calibration:
         self,
         results: Sequence[dict[str, Any]],
         rows: Sequence[dict[str, Any]],
-        runner: PassRunner,
-        ladder: Ladder,
-        fitting: Sequence[Trajectory],
+        search: Search,
         held_out: Sequence[Trajectory],
         started: float,
     ) -> dict[str, Any]:
@@ -247,17 +246,27 @@ class Calibration:
             "page_size": s.page_size,
             "bin_pages": s.bin_pages,
             "max_tokens": s.max_tokens,
-            "ladder": list(ladder.pages),
-            "edges": bin_edges(replace(self.template, pages=(s.bin_pages,) * ladder.num_bins)),
-            "sources": sorted({t.source for t in fitting}),
+            "ladder": list(search.ladder.pages),
+            "edges": bin_edges(replace(self.template, pages=(s.bin_pages,) * search.ladder.num_bins)),
+            "sources": sorted({t.source for t in search.trajectories}),
             "held_out_sources": sorted({t.source for t in held_out}),
             "targets": list(results),
             "targets_missing": sorted(set(s.targets) - {r["target"] for r in results}),
-            "model_seconds": runner.seconds,
+            "passes": [
+                {
+                    "pages": list(p.schedule.pages[:-1]),
+                    "trajectories": len(p.trajectories),
+                    "seconds": p.seconds,
+                    "bins": [_stats(b) for b in p.bins[:-1]],
+                }
+                for p in search.history
+            ],
+            "model_seconds": search.runner.seconds,
             "wall_seconds": time.monotonic() - started,
         }
         write_json(self.folder / SUMMARY, summary)
-        _write_table(self.folder / TABLE, rows)
+        fitted = [row for n, p in enumerate(search.history, start=1) for row in _rows(p, n, None, "fit")]
+        _write_table(self.folder / TABLE, [*fitted, *rows])
         return summary
 
 
@@ -272,14 +281,20 @@ def _stats(stats: AcceptanceStats | None) -> dict[str, Any] | None:
     return None if stats is None else asdict(stats)
 
 
-def _rows(measured: SchedulePass, target: float, on: str) -> list[dict[str, Any]]:
+def _rows(measured: SchedulePass, number: int | None, target: float | None, on: str) -> list[dict[str, Any]]:
     return [
-        _row(stats, measured.schedule, i, target, on) for i, stats in enumerate(measured.bins[:-1]) if stats is not None
+        _row(stats, measured.schedule, i, number, target, on)
+        for i, stats in enumerate(measured.bins[:-1])
+        if stats is not None
     ]
 
 
-def _row(stats: AcceptanceStats, schedule: BudgetSchedule, index: int, target: float, on: str) -> dict[str, Any]:
-    return {"target": target, "measured_on": on, "bin": index, "pages": schedule.pages[index], **asdict(stats)}
+def _row(
+    stats: AcceptanceStats, schedule: BudgetSchedule, index: int, number: int | None, target: float | None, on: str
+) -> dict[str, Any]:
+    """A row of the table: `pass` counts the passes of the fit; `target` is that of a validated schedule."""
+    pages = schedule.pages[index]
+    return {"pass": number, "target": target, "measured_on": on, "bin": index, "pages": pages, **asdict(stats)}
 
 
 def _write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:

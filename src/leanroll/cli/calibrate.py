@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             progress=advance,
         )
         summary = calibration.run(fitting, held_out)
+    from leanroll.report import write_calibration_report
+
+    write_calibration_report(folder, folder / "report.html")
     _print(summary, folder)
     return 0
 

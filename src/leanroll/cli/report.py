@@ -1,4 +1,4 @@
-"""`leanroll report`: a run directory as one HTML page."""
+"""`leanroll report`: a run or calibration directory as one HTML page."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from rich.console import Console
 
 from leanroll.cli.output import check_output
 
-HELP = "Write a run directory as one self-contained HTML page (needs the extra `report`)."
+HELP = "Write a run or calibration directory as one self-contained HTML page (needs the extra `report`)."
 SCHEMA = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb has no recipe options."""
-    parser.add_argument("run_dir", help="run directory of `leanroll rl`")
+    parser.add_argument("run_dir", help="run directory of `leanroll rl` or `leanroll calibrate`")
     parser.add_argument("--output", "-o", metavar="FILE", help="HTML file (default: RUN_DIR/report.html)")
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Write the page; returns the exit code."""
-    from leanroll.report import write_report
+    from leanroll.report import is_calibration, write_calibration_report, write_report
     from leanroll.rundir import RunDir
 
     run_dir = RunDir.open(arguments.run_dir)
     output = check_output(arguments.output or str(run_dir.path / "report.html"))
-    write_report(run_dir, output)
+    if is_calibration(run_dir.path):
+        write_calibration_report(run_dir.path, output)
+    else:
+        write_report(run_dir, output)
     Console(stderr=True, soft_wrap=True).print(f"Wrote {output}", markup=False)
     return 0

@@ -1,5 +1,6 @@
-"""A run directory as one self-contained HTML page. Never imports torch or the trainer."""
+"""A run or calibration directory as one self-contained HTML page. Never imports torch or the trainer."""
 
+from leanroll.report.calibration import is_calibration, write_calibration_report
 from leanroll.report.page import write_report
 
-__all__ = ["write_report"]
+__all__ = ["is_calibration", "write_calibration_report", "write_report"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leanroll.errors import ResumeError
+from leanroll.report.layout import page, table
 from leanroll.report.plots import Panel, draw_panels
 from leanroll.rundir import RunDir, read_jsonl, write_text
 from leanroll.rundir_metrics import describe_metric
@@ -27,14 +28,6 @@ PANELS = (
         ("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "time/measure_s", "time/eval_s"),
     ),
 )
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd; }
-table { border-collapse: collapse; } td, th { padding: .2em .8em; text-align: left; border-bottom: 1px solid #eee; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; } img { max-width: 100%; }
-pre { background: #f6f6f6; padding: .8em; overflow-x: auto; white-space: pre-wrap; } small { color: #666; }
-"""
 
 _SAMPLES = 6
 
@@ -62,8 +55,7 @@ def write_report(run: RunDir, output: Path) -> None:
         _legend(metrics),
     ]
     body = "\n".join(part for part in parts if part)
-    page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(run.path.name)}</title>'
-    write_text(output, f"{page}<style>{_STYLE}</style>\n<body>\n{body}\n</body></html>\n")
+    write_text(output, page(run.path.name, body))
 
 
 def _summary(metrics: Sequence[dict[str, Any]]) -> str:
@@ -79,7 +71,7 @@ def _summary(metrics: Sequence[dict[str, Any]]) -> str:
         values = [record[name] for record in metrics if name in record]
         if values:
             rows.append([name, f"{values[0]:.4g} → {values[-1]:.4g}"])
-    return _table(["", "first → last"], rows)
+    return table(["", "first → last"], rows)
 
 
 def _acceptance(metrics: Sequence[dict[str, Any]]) -> str:
@@ -93,7 +85,7 @@ def _acceptance(metrics: Sequence[dict[str, Any]]) -> str:
     for start in starts:
         values = [last.get(f"alpha/{start}/{column}") for column in columns]
         rows.append([f"from {int(start.removeprefix('bin_'))}", *("" if v is None else f"{v:.4g}" for v in values)])
-    return f"<h2>Acceptance by total length, step {last['step']}</h2>" + _table(["tokens", *columns], rows)
+    return f"<h2>Acceptance by total length, step {last['step']}</h2>" + table(["tokens", *columns], rows)
 
 
 def _evaluation(run: RunDir) -> str:
@@ -109,7 +101,7 @@ def _evaluation(run: RunDir) -> str:
         for key in keys:
             cells = [result["tables"].get(column, {}).get(key, {}).get("mean_reward") for result in results.values()]
             rows.append([key, *("" if cell is None else f"{cell:.3f}" for cell in cells)])
-        text += _table([column, *(f"mean reward, step {step}" for step in results)], rows)
+        text += table([column, *(f"mean reward, step {step}" for step in results)], rows)
     return text
 
 
@@ -132,10 +124,4 @@ def _legend(metrics: Sequence[dict[str, Any]]) -> str:
     names = sorted({name for record in metrics for name in record})
     known = [(name, describe_metric(name)) for name in names]
     rows = [[name, metric.unit, metric.meaning] for name, metric in known if metric is not None]
-    return "<h2>Metrics</h2>" + _table(["name", "unit", "meaning"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return "<h2>Metrics</h2>" + table(["name", "unit", "meaning"], rows)

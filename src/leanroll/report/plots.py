@@ -28,16 +28,9 @@ def draw_panels(panels: Sequence[Panel], records: Sequence[dict[str, Any]]) -> s
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "Reports need matplotlib, which is not installed; run `pip install 'leanroll[report]'`."
-        ) from error
     present = [panel for panel in panels if any(name in record for name in panel.metrics for record in records)]
     rows = max(1, -(-len(present) // _COLUMNS))
-    # A Figure of its own, without pyplot: no display, no global state.
-    figure = Figure(figsize=(4.2 * _COLUMNS, 2.9 * rows), layout="constrained")
+    figure = new_figure(4.2 * _COLUMNS, 2.9 * rows)
     for index, panel in enumerate(present):
         axes = figure.add_subplot(rows, _COLUMNS, index + 1)
         for name in panel.metrics:
@@ -51,6 +44,27 @@ def draw_panels(panels: Sequence[Panel], records: Sequence[dict[str, Any]]) -> s
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
         axes.legend(fontsize=7)
+    return figure_png(figure)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "Reports need matplotlib, which is not installed; run `pip install 'leanroll[report]'`."
+        ) from error
+    # A Figure of its own, without pyplot: no display, no global state.
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def figure_png(figure: Any) -> str:
+    """Base64 text of the figure as a PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
