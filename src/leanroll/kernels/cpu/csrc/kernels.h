@@ -99,7 +99,7 @@ constexpr int kMaxLanes = 16;
 inline int64_t pack_scratch(int D) { return 2 * static_cast<int64_t>(pad_dim(D)) + 64; }
 inline int64_t score_scratch(int D, int N) {
   const int64_t queries = (kScoreHeads + kMaxLanes + 2) * static_cast<int64_t>(pad_dim(2 * D));
-  const int64_t products = kScoreHeads * (kChunkRows + 8ll * kMaxLanes) + kChunkRows + 2 * kMaxLanes;
+  const int64_t products = kScoreHeads * (kChunkRows + 8ll * kMaxLanes);
   const int64_t pages = kScoreHeads * (3ll * N + 12 * kMaxLanes);
   return queries + products + pages;
 }

@@ -70,7 +70,7 @@ inline void quad_scales(const void* scales, float factor, float* out) {
 // Products of four quads with H queries of bf16 pairs, x[h] = [tiles][low or high][8]; out[h * stride + 4 * quad + row].
 template <int H>
 void quad_products(const uint8_t* const* quads, int tiles, const bf16* x, int64_t x_stride, I low_values, I high_values,
-                   const float* scales, float* out, int64_t stride) {
+                   F scale, float* out, int64_t stride) {
   F acc[H][4];
   for (int h = 0; h < H; ++h)
     for (int i = 0; i < 4; ++i) acc[h][i] = zero();
@@ -83,7 +83,6 @@ void quad_products(const uint8_t* const* quads, int tiles, const bf16* x, int64_
       for (int h = 0; h < H; ++h) acc[h][i] = dot_pairs(dot_pairs(acc[h][i], low[h], a), high[h], b);
     }
   }
-  const F scale = load(scales);
   for (int h = 0; h < H; ++h) store(out + h * stride, mul(quad_sums(acc[h]), scale));
 }
 #endif
@@ -93,12 +92,12 @@ struct QuantisedProducts {
   const ScoreArgs& a;
   int H, bits, tiles, width, padded;
   bool pairs;
-  float *x, *scales, *expanded;
+  float *x, *expanded;
 
   QuantisedProducts(const ScoreArgs& args, int first, int heads, float* memory) : a(args), H(heads) {
     bits = a.scorer.bits(), tiles = a.scorer.tiles(a.D), width = tiles * (bits == 4 ? 16 : 8), padded = pad_dim(tiles * 16);
     pairs = kHasPairs && a.q_dtype == DType::bf16;
-    x = memory, scales = x + static_cast<int64_t>(kScoreHeads) * padded, expanded = scales + kChunkRows + kMaxLanes;
+    x = memory, expanded = x + static_cast<int64_t>(kScoreHeads) * padded;
     for (int h = 0; h < H; ++h) {
       const int64_t q = static_cast<int64_t>(first + h) * a.D;
       float* row = x + static_cast<int64_t>(h) * padded;
@@ -106,7 +105,8 @@ struct QuantisedProducts {
       if (!pairs) {
         for (int d = 0; d < padded; ++d) row[d] = value(d);
       } else if (bits == 4) {
-        for (int d = 0; d < tiles * 16; ++d) from_float(value(d), reinterpret_cast<bf16*>(row)[d]);
+        std::memset(row, 0, 2 * static_cast<size_t>(padded));
+        std::memcpy(row, static_cast<const bf16*>(a.q) + q, 2 * static_cast<size_t>(a.D));
       } else {  // an int8 code is 16 times its high nibble plus its low one
         for (int t = 0; t < tiles; ++t)
           for (int i = 0; i < 8; ++i) {
@@ -119,33 +119,30 @@ struct QuantisedProducts {
 
   // Rows of pages [first, first + count) → out[h * stride + row], valid up to the next multiple of 4 W.
   void operator()(int first, int count, float* out, int64_t stride) const {
-    const uint8_t* quads[kChunkRows / kQuad + kMaxLanes];
+    const uint8_t *quads[kChunkRows / kQuad + kMaxLanes], *scales[kChunkRows / kQuad + kMaxLanes];
     const int per_page = a.scorer.rows / kQuad;
     const float factor = 1.0f / std::sqrt(static_cast<float>(a.D));
     const auto* base = static_cast<const uint8_t*>(a.rows);
     const int32_t* table = a.table;
     const int64_t page_stride = a.page_stride, fetch_bytes = a.fetch_bytes, quad_bytes = static_cast<int64_t>(tiles) * kQuadTile;
     const int end = first + count, last = a.read_end - a.ahead, ahead = a.ahead;
-    float* scale_of = scales;
     int n = 0;
+    if (first == a.read_begin)
+      for (int p = first; p < first + ahead && p < a.read_end; ++p) prefetch_bytes(base + table[p] * page_stride, fetch_bytes);
     for (int p = first; p < end; ++p) {
       const uint8_t* page = base + table[p] * page_stride;
       if (p < last) prefetch_bytes(base + table[p + ahead] * page_stride, fetch_bytes);
       const uint8_t* page_scales = page + per_page * quad_bytes;
-      for (int i = 0; i < per_page; ++i, ++n, scale_of += kQuad) {
-        quads[n] = page + i * quad_bytes;
-        quad_scales(page_scales + i * kQuad * 2, factor, scale_of);
-      }
+      for (int i = 0; i < per_page; ++i, ++n) quads[n] = page + i * quad_bytes, scales[n] = page_scales + i * kQuad * 2;
     }
-    for (int i = 0; i < kMaxLanes / kQuad; ++i) quads[n + i] = quads[n - 1];  // fills the last vector
-    for (int i = 0; i < kMaxLanes; ++i) scales[n * kQuad + i] = 0.0f;
+    for (int i = 0; i < kMaxLanes / kQuad; ++i) quads[n + i] = quads[n - 1], scales[n + i] = scales[n - 1];  // for the last vector
 #if LEANROLL_DOT_BF16
     if (pairs) {
       const auto* rows = reinterpret_cast<const bf16*>(x);
       const I high = nibble_values(true), low = nibble_values(bits == 4);
       for (int i = 0; i < n; i += 4) {
         float* to = out + i * kQuad;
-        const float* scale = scales + i * kQuad;
+        const F scale = mul(gather_scales(scales + i), set1(factor));
         switch (H) {
           case 1: quad_products<1>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
           case 2: quad_products<2>(quads + i, tiles, rows, padded * 2, low, high, scale, to, stride); break;
@@ -157,9 +154,12 @@ struct QuantisedProducts {
     }
 #endif
     for (int i = 0; i < n; i += W / kQuad) {
-      for (int j = 0; j < W / kQuad; ++j)
+      float scale_of[W];
+      for (int j = 0; j < W / kQuad; ++j) {
         expand_quad(quads[i + j], tiles, bits, width, expanded + static_cast<int64_t>(j) * kQuad * width);
-      const F scale = load(scales + i * kQuad);
+        quad_scales(scales[i + j], factor, scale_of + j * kQuad);
+      }
+      const F scale = load(scale_of);
       for (int h = 0; h < H; ++h) {
         const float* row = x + static_cast<int64_t>(h) * padded;
         const F s = dot_rows<float>(row, width, [&](int j) { return expanded + static_cast<int64_t>(j) * width; });

@@ -117,6 +117,12 @@ typedef __m512i I;
 inline I load_codes(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline P low_nibbles(I codes, I values) { return (P)_mm512_permutexvar_epi16(codes, values); }
 inline P high_nibbles(I codes, I values) { return (P)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values); }
+// Sixteen scales, four from each place.
+inline F gather_scales(const uint8_t* const* at) {
+  const auto quad = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at[i])); };
+  const __m256i x = _mm256_set_m128i(_mm_unpacklo_epi64(quad(2), quad(3)), _mm_unpacklo_epi64(quad(0), quad(1)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
 inline I nibble_values(bool is_signed) {
   alignas(64) uint16_t values[32];
   for (int i = 0; i < 32; ++i) {
