@@ -29,7 +29,9 @@ from leanroll.errors import ConfigError
 from leanroll.kernels.dispatch import KernelBackend
 from leanroll.measure.acceptance import AcceptanceStats, TailSettings, tail
 from leanroll.measure.document import paper_acceptance
+from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
+from leanroll.models.spec import ModelSpec
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import write_json, write_text
@@ -104,11 +106,6 @@ class Calibration:
 
     def _ladder(self, fitting: Sequence[Trajectory]) -> Ladder:
         s = self.settings
-        limit = self.policy.spec.max_position
-        if s.max_tokens > limit:
-            raise ConfigError(
-                f"calibrate.max_tokens is {s.max_tokens}, but the model's context holds {limit} tokens; lower it."
-            )
         num_bins = s.max_tokens // (s.bin_pages * s.page_size)
         most = num_bins * s.bin_pages
         budgets = s.budgets or default_budgets(most, s.first_pages + s.last_pages)
@@ -268,6 +265,22 @@ class Calibration:
         fitted = [row for n, p in enumerate(search.history, start=1) for row in _rows(p, n, None, "fit")]
         _write_table(self.folder / TABLE, [*fitted, *rows])
         return summary
+
+
+def check_settings(settings: CalibrationConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for settings that do not fit the model, or names that do not exist, before anything is computed."""
+    if settings.max_tokens > spec.max_position:
+        raise ConfigError(
+            f"calibrate.max_tokens is {settings.max_tokens}, but the model's context holds {spec.max_position} tokens; lower it."
+        )
+    schedule = BudgetSchedule("check", settings.page_size, dense_layers=settings.dense_layers, scorer=settings.scorer)
+    if not SparsePlan.of(spec, schedule).sparse_layers:
+        raise ConfigError(
+            f"calibrate.dense_layers {list(settings.dense_layers)} leave no layer that could be sparse (windowed layers cannot); "
+            "name fewer."
+        )
+    if settings.warm_start is not None:
+        BudgetSchedule.load(settings.warm_start)
 
 
 def trajectory_share(schedule: BudgetSchedule, max_tokens: int) -> float:

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     settings = config.calibrate
     paths = _texts(settings.texts)
 
-    from leanroll.calibrate.run import Calibration
+    from leanroll.calibrate.run import Calibration, check_settings
     from leanroll.calibrate.trajectories import split
     from leanroll.train import setup
 
@@ -54,12 +54,17 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with status(f"Loading {config.model.name} …"):
         policy = setup.build_policy(config.model, config.adapter, training=False)
         engine = setup.build_engine(policy, setup.BudgetSchedule.dense(settings.page_size), config.rollout)
+    check_settings(settings, policy.spec)
     facts = {"device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")}
+    # Texts are looked at before anything is written: most mistakes show here.
+    trajectories = _from_texts(config, policy, paths) if paths else []
+    parts = split(trajectories, settings.trajectories, settings.held_out) if paths else None
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / ENVIRONMENT, describe(facts))
     write_text(folder / CONFIG, to_toml(config))
-    trajectories = _trajectories(config, policy, paths, folder)
-    fitting, held_out = split(trajectories, settings.trajectories, settings.held_out)
+    if parts is None:
+        parts = split(_from_task(config, policy, folder), settings.trajectories, settings.held_out)
+    fitting, held_out = parts
     with pass_progress() as (advance, say):
         calibration = Calibration(
             policy=policy,
@@ -131,22 +136,27 @@ def _prepare_folder(config: CalibrateConfig, resume: bool) -> Path:
     return folder
 
 
-def _trajectories(config: CalibrateConfig, policy: Policy, paths: list[Path], folder: Path) -> list[Trajectory]:
-    """From the texts, or from dense rollouts of the task."""
-    from leanroll.calibrate.trajectories import Trajectory, from_groups, from_texts
+def _from_texts(config: CalibrateConfig, policy: Policy, paths: list[Path]) -> list[Trajectory]:
+    from leanroll.calibrate.trajectories import from_texts
+
+    settings = config.calibrate
+    return from_texts(
+        paths,
+        policy.tokenizer,
+        max_tokens=settings.max_tokens,
+        min_tokens=settings.max_tokens,
+        per_file=settings.windows_per_file,
+        seed=settings.seed,
+    )
+
+
+def _from_task(config: CalibrateConfig, policy: Policy, folder: Path) -> list[Trajectory]:
+    """From dense rollouts of the task, made once."""
+    from leanroll.calibrate.trajectories import Trajectory, from_groups
     from leanroll.rundir import read_jsonl, write_jsonl
     from leanroll.train import setup
 
     settings = config.calibrate
-    if paths:
-        return from_texts(
-            paths,
-            policy.tokenizer,
-            max_tokens=settings.max_tokens,
-            min_tokens=settings.max_tokens,
-            per_file=settings.windows_per_file,
-            seed=settings.seed,
-        )
     saved = folder / DENSE_ROLLOUTS
     if saved.is_file():
         return [Trajectory(r["source"], tuple(r["token_ids"]), r["prompt_length"]) for r in read_jsonl(saved)]

@@ -52,7 +52,9 @@ class SimulatedRunner:
             for i in range(len(schedule.pages)):
                 tail = self.tail(schedule, i) if i < NUM_BINS else 1.0
                 half = 0.0 if tail == 1.0 else self.noise / number**0.5
-                bins.append(AcceptanceStats(edges[i], edges[i + 1], 100, number, 1.0, tail, tail - half, tail + half, 0.9))
+                bins.append(
+                    AcceptanceStats(edges[i], edges[i + 1], 100, number, 1.0, tail, tail - half, tail + half, 0.9)
+                )
             result = SchedulePass(schedule, tuple(trajectories[:number]), (), tuple(bins), 1.0)
             if enough is not None and number >= check_from and enough(result):
                 break

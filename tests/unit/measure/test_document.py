@@ -36,9 +36,7 @@ def test_alpha_is_that_of_the_differentiable_scorer(family: str, kernel: str, pr
     rollout = Rollout(0, 0, IDS[prompt_length:], (-1.0,) * (len(IDS) - prompt_length), "length")
     group = RolloutGroup(Prompt(0, IDS[:prompt_length]), (rollout,))
     (expected,) = acceptance(policy, [group], plan, temperature=0.9, max_tokens=200)
-    alpha = document_acceptance(
-        policy, IDS, get_backend(kernel), plan, temperature=0.9, prompt_length=prompt_length
-    )
+    alpha = document_acceptance(policy, IDS, get_backend(kernel), plan, temperature=0.9, prompt_length=prompt_length)
     assert alpha.shape == (110,)
     # The token after position t is token t + 1; the scorer has no rate for the one after the last.
     np.testing.assert_allclose(alpha[prompt_length - 1 : -1], expected, atol=2e-5)
