@@ -55,6 +55,11 @@ class RLConfig(Section):
             raise ValueError(
                 "rl.resample_zero_std replaces dropped groups, but rl.filter_zero_std is false; set it to true"
             )
+        if rl.overlong_buffer > rollout.max_completion_length:
+            raise ValueError(
+                f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "
+                f"{rollout.max_completion_length}; even an empty completion would be penalised"
+            )
         if optimizer.warmup_steps > self.train.steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps = {self.train.steps}; the peak "
@@ -156,6 +161,7 @@ INERT_RULES = (
         lambda c: c.rl.importance_sampling_mode == "off",
         "rl.importance_sampling_mode is 'off'",
     ),
+    InertRule(("rl.overlong_penalty",), lambda c: c.rl.overlong_buffer == 0, "rl.overlong_buffer is 0 (no penalty)"),
     InertRule(("rl.use_bias_correction_kl",), lambda c: c.rl.beta == 0, "rl.beta is 0 (no KL)"),
     InertRule(
         ("task.reward_timeout_s",),

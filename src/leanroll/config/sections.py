@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from leanroll.config.base import Float, Int, Section
 
-RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max"})
-"""What metrics.jsonl calls the statistics of the total reward, `reward/mean` and so on."""
+RESERVED_REWARD_NAMES = frozenset({"mean", "std", "min", "max", "overlong"})
+"""What metrics.jsonl calls the statistics of the total reward, `reward/mean` and so on, and the penalty for length."""
 
 
 class ModelConfig(Section):

@@ -54,6 +54,13 @@ class AlgorithmConfig(Section):
     num_mini_batches: Int = Field(
         1, ge=1, description="Optimizer updates per pass, each on a share of the groups; at most prompts_per_step."
     )
+    overlong_buffer: Int = Field(
+        0,
+        ge=0,
+        description="Last tokens below rollout.max_completion_length over which a penalty for length grows linearly from 0; a "
+        "completion that is cut there gets all of it (DAPO, arXiv 2503.14476). 0: no penalty.",
+    )
+    overlong_penalty: Float = Field(1.0, gt=0, description="The full penalty, taken from the total reward.")
     filter_zero_std: Bool = Field(
         True, description="Drop groups whose rewards are all equal (their advantage is 0) before the update."
     )

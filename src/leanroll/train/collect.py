@@ -24,6 +24,9 @@ from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
+OVERLONG = "overlong"
+"""Name under which the penalty for length is logged beside the rewards."""
+
 _EQUAL = 1e-8
 """Rewards of a group that differ by less are equal: their advantage would be rounding noise divided by epsilon."""
 
@@ -138,7 +141,20 @@ class Collector:
             _LOG.warning("Step %d, prompt %d: %s", step, failure.prompt_index, failure.reason)
         with self._display.phase("reward"):
             total, by_reward, failed = score_groups(self._rewards, items, groups, num)
+            if self._config.rl.overlong_buffer:
+                by_reward[OVERLONG] = self._overlong(groups, total.shape)
+                total = total + by_reward[OVERLONG]
         return groups, total, by_reward, failed
+
+    def _overlong(self, groups: Sequence[RolloutGroup], shape: tuple[int, ...]) -> np.ndarray:
+        """Penalty per group and sample: 0 up to the buffer, then linear in the length."""
+        rl, most = self._config.rl, self._config.rollout.max_completion_length
+        penalties = np.zeros(shape)
+        for g, group in enumerate(groups):
+            for r in group.rollouts:
+                inside = len(r.token_ids) - (most - rl.overlong_buffer)
+                penalties[g, r.sample_index] = -rl.overlong_penalty * min(max(inside / rl.overlong_buffer, 0.0), 1.0)
+        return penalties
 
     def _show(self, progress: RolloutProgress) -> None:
         self._display.advance(
