@@ -73,6 +73,8 @@ def _machine() -> _Rows:
     yield "memory", "unknown" if memory is None else f"{memory:g} GiB"
     set_by = os.environ.get("OMP_NUM_THREADS")
     yield "torch threads", f"{torch.get_num_threads()} (OMP_NUM_THREADS {'not set' if set_by is None else set_by})"
+    waiting = [f"{name} {os.environ.get(name, 'not set')}" for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")]
+    yield "waiting threads", ", ".join(waiting)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

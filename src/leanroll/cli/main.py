@@ -17,6 +17,7 @@ from leanroll.cli import calibrate, doctor, evaluate, report, rl, rollout
 from leanroll.cli.help import options_text, wants_help
 from leanroll.cli.rl import EXIT_INTERRUPTED
 from leanroll.config import split_overrides
+from leanroll.environment import limit_spinning
 from leanroll.errors import LeanrollError, UserError
 
 # The modules of the verbs import torch only when they run, so that --help and errors in options are quick.
@@ -35,6 +36,7 @@ EXIT_FAILURE, EXIT_USER = 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (argparse itself exits with 2 on a wrong verb or flag)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    limit_spinning()
     try:
         return _run(arguments)
     except UserError as error:
