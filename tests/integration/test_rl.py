@@ -221,6 +221,28 @@ def test_zero_variance_groups_are_resampled_then_left_out(model: Path, tmp_path:
     assert summary.before is None
 
 
+def test_overlong_completions_lose_reward_in_training_only(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    limit, buffer, penalty = 24, 16, 0.5
+    config = tiny_recipe(
+        model, run, train__steps=2, rollout__max_completion_length=limit, rl__overlong_buffer=buffer,
+        rl__overlong_penalty=penalty,
+    )  # fmt: skip
+    rl.run(config, quiet=True)
+    records = RunDir.open(run).read_metrics()
+    name = next(k for k in records[1] if k.startswith("reward/share"))
+    assert records[1]["reward/mean"] == pytest.approx(records[1][name] + records[1]["reward/overlong"])
+    assert "eval/reward/overlong" not in records[2]
+    assert records[2]["eval/reward/mean"] == records[2][f"eval/{name}"]
+    rows = [json.loads(line) for line in (run / "rollouts" / "step-000001.jsonl").read_text().splitlines()]
+    for row in rows:
+        expected = -penalty * min(max((row["length"] - (limit - buffer)) / buffer, 0.0), 1.0)
+        assert row["rewards"]["overlong"] == pytest.approx(expected)
+    assert min(r["rewards"]["overlong"] for r in rows) == -penalty
+    with pytest.raises(ConfigError, match="even an empty completion"):
+        tiny_recipe(model, run, rollout__max_completion_length=limit, rl__overlong_buffer=limit + 1)
+
+
 def test_gradient_does_not_depend_on_micro_batches(model: Path, tmp_path: Path) -> None:
     """The first moment after one step is (1 - beta1) times the clipped gradient."""
     moments = []
