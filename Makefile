@@ -26,7 +26,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 # The editable install compiles the CPU kernels; it runs again only when their sources or the requirements change.
 $(VENV)/.built: $(VENV)/.requirements $(NATIVE)
 	@echo "Building leanroll …"
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[tasks,report,dev]'
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[tasks,report,calibrate,dev]'
 	@touch $@
 
 quickstart: venv
