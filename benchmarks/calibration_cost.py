@@ -3,8 +3,8 @@
     python -m benchmarks.calibration_cost --texts FILES [--max-tokens 2048] [--targets 0.86 0.9] [--work-dir DIR]
 
 The exhaustive way: every rung of the ladder, constant over all lengths, on all trajectories; per bin the smallest rung whose lower
-bound reaches the target. The search: `leanroll calibrate`'s, from nothing, per target. Both on the same trajectories; results are kept
-in the work directory, so a broken-off run goes on.
+bound reaches the target. The search: `leanroll calibrate`'s, from nothing, per target. Both on the same trajectories; results are
+kept in the work directory, so a broken-off run goes on.
 """
 
 from __future__ import annotations
