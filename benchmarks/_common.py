@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: facts about the machine, medians, turn-taking, texts, and the JSON line at the end.
+"""What the benchmark scripts share: turn-taking, waiting for an idle machine, and the JSON line at the end.
 
 Scripts run from the repository root as modules, `python -m benchmarks.NAME`; the last line they print is one JSON object.
 """
@@ -7,53 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from leanroll import environment
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is needed here."""
-
-    def __call__(self, text: str) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Median and quartiles of repeated measurements, in the unit of what was measured."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        """At least one value."""
-        low, high = values[0], values[0]
-        if len(values) > 1:
-            low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(statistics.median(values), low, high, len(values))
-
-    def scaled(self, factor: float) -> Summary:
-        """The same in another unit."""
-        return Summary(self.median * factor, self.low * factor, self.high * factor, self.count)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}] of {self.count}"
-
-    def as_dict(self, digits: int = 4) -> dict[str, float]:
-        """JSON-ready."""
-        rounded = {"median": self.median, "q25": self.low, "q75": self.high}
-        return {key: round(value, digits) for key, value in rounded.items()} | {"count": self.count}
 
 
 def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -127,24 +87,6 @@ class Turns:
             thread.join()
         if errors:
             raise errors[0]
-
-
-def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
-    """`count` different prompts of `length` tokens each: stretches of Python's own standard library, in a fixed order.
-
-    Different texts, so that prefix sharing cannot make several sequences read the same memory.
-    """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    prompts: list[list[int]] = []
-    pending: list[int] = []
-    for path in sorted(library.glob("*.py")):
-        pending += tokenizer(path.read_text(encoding="utf-8", errors="replace"))["input_ids"]
-        while len(pending) >= length:
-            prompts.append(pending[:length])
-            pending = pending[length:]
-            if len(prompts) == count:
-                return prompts
-    raise ValueError(f"the standard library gives {len(prompts)} prompts of {length} tokens; expected {count}.")
 
 
 def wait_for_idle(most_load: float, seconds: float) -> float:

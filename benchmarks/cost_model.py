@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import Summary, print_result, progress, wait_for_idle
-from benchmarks._decode import available_gib, decode_seconds, pool_gib, typical_length
+from benchmarks._common import print_result, progress, wait_for_idle
 from leanroll.calibrate.cost import step_cost, trajectory
 from leanroll.calibrate.devices import Device, named_device
 from leanroll.calibrate.model_shape import ModelShape
 from leanroll.calibrate.probe import measure_cpu, measure_overheads, shape_of
+from leanroll.calibrate.speed import available_gib, decode_seconds, pool_gib, typical_length
+from leanroll.calibrate.summary import Summary
 from leanroll.environment import memory_gib
 from leanroll.models.load import load_policy
 from leanroll.models.policy import Policy

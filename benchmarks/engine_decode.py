@@ -20,23 +20,26 @@ from functools import partial
 
 import torch
 
-from benchmarks._common import Summary, Turns, print_result, progress, text_prompts, wait_for_idle
-from leanroll.measure.logprobs import score
+from benchmarks._common import Turns, print_result, progress, wait_for_idle
+from leanroll.calibrate.agreement import (
+    NEVER_REACHED,
+    ROUNDING,
+    TOLERANCE,
+    as_prompts,
+    largest_difference,
+    rescoring_difference,
+)
+from leanroll.calibrate.speed import text_prompts
+from leanroll.calibrate.summary import Summary
 from leanroll.measure.selection import SparsePlan
 from leanroll.models.load import load_policy
 from leanroll.models.policy import Policy
 from leanroll.rollout.batching import RolloutProgress
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.types import Prompt, RolloutGroup, SamplingParams
+from leanroll.types import SamplingParams
 
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.05}
-"""Largest difference of a log-prob that is always accepted."""
-ROUNDING = 2.0
-"""Sparse decoding may differ from its re-scoring by this many times what dense decoding differs from dense re-scoring: in bf16 the
-30 layers of the two ways round differently, whatever the attention."""
 SHORT_CONTEXT, SHORT_TOKENS, SHORT_PAGES = 600, 24, 12
-NEVER_REACHED = 2**20  # a finite budget, so that the engine takes its sparse path
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,6 @@ class Variant:
         return BudgetSchedule(name=self.name, page_size=page_size, pages=(self.pages,), scorer=self.scorer)
 
 
-def as_prompts(token_ids: list[list[int]]) -> list[Prompt]:
-    """Prompts of given ids."""
-    return [Prompt(index=i, token_ids=tuple(ids)) for i, ids in enumerate(token_ids)]
-
-
 def make_engine(
     policy: Policy, variant: Variant, batch: int, *, page_size: int = 16, kernel: str = "auto"
 ) -> RolloutEngine:
@@ -75,27 +73,6 @@ def make_engine(
     )
 
 
-def largest_difference(a: list[RolloutGroup], b: list[RolloutGroup]) -> float:
-    """Largest difference between the log-probs of two runs over the tokens before their first different one."""
-    worst = 0.0
-    for group_a, group_b in zip(a, b, strict=True):
-        for x, y in zip(group_a.rollouts, group_b.rollouts, strict=True):
-            for i in range(min(len(x.token_ids), len(y.token_ids))):
-                if x.token_ids[i] != y.token_ids[i]:
-                    break
-                worst = max(worst, abs(x.logprobs[i] - y.logprobs[i]))
-    return worst
-
-
-def rescoring_difference(policy: Policy, groups: list[RolloutGroup], plan: SparsePlan | None) -> float:
-    """Largest difference between the log-probs of decoding and those of scoring the same tokens in parallel."""
-    scores = score(policy, groups, temperature=1.0, max_tokens=2 * SHORT_CONTEXT, plan=plan, with_entropy=False)
-    return max(
-        (torch.tensor(group.rollouts[0].logprobs) - again).abs().max().item()
-        for group, again in zip(groups, scores.logprobs, strict=True)
-    )
-
-
 def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[str, float]:
     """Run I1 and I2 on short prompts in fp32 and bf16; exit with 1 on a difference above the tolerance."""
     found: dict[str, float] = {}
@@ -106,9 +83,9 @@ def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[s
         sampling = SamplingParams(max_completion_length=SHORT_TOKENS, ignore_stop=True, record_pages=True)
         run = partial(RolloutEngine.generate, prompts=prompts, sampling=sampling, num_samples=1)
         engine = partial(make_engine, policy, batch=2, page_size=page_size, kernel=kernel)
-        rescored = partial(rescoring_difference, policy)
+        rescored = partial(rescoring_difference, policy, max_tokens=2 * SHORT_CONTEXT)
         dense = run(engine(Variant()))
-        dense_difference = rescored(dense, None)
+        dense_difference = rescored(groups=dense, plan=None)
         kind = str(dtype).removeprefix("torch.")
         found[f"{kind} dense: decoding against parallel re-scoring"] = dense_difference
         for scorer in scorers:
@@ -117,7 +94,7 @@ def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[s
             variant = Variant(SHORT_PAGES, scorer)
             sparse = run(engine(variant))
             plan = SparsePlan.of(policy.spec, variant.schedule(page_size), kv_dtype=dtype, recorded=True)
-            full_difference, sparse_difference = largest_difference(full, dense), rescored(sparse, plan)
+            full_difference, sparse_difference = largest_difference(full, dense), rescored(groups=sparse, plan=plan)
             found[f"{kind} {scorer}: full budget against dense"] = full_difference
             found[f"{kind} {scorer}: decoding against parallel re-scoring"] = sparse_difference
             failed |= dtype == torch.float32 and not same

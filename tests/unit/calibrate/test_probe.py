@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks._decode import decode_seconds
 from leanroll.calibrate.devices import Device
 from leanroll.calibrate.model_shape import ModelShape
 from leanroll.calibrate.probe import measure_cpu, measure_overheads, shape_of
+from leanroll.calibrate.speed import decode_seconds
 from leanroll.errors import ConfigError
 from leanroll.rollout.schedule import BudgetSchedule
 from tests.tiny import tiny_policy
