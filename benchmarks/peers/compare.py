@@ -8,28 +8,25 @@ Every engine runs in a process of its own, one at a time, on all cores, with the
 tokens of a sequence once all sequences decode; prefill is not part of it. First, greedy completions of short prompts in
 fp32 must agree between all engines.
 
-Job (a JSON file): model (directory), prompts (lists of token ids), num_tokens, threads, dtype, temperature (0 or 1).
-Result (the last line a runner prints): step_seconds, prefill_seconds, token_ids, versions, threads.
+`leanroll.calibrate.peers` says what a job and a result are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import Summary, print_result, progress, text_prompts, wait_for_idle
+from benchmarks._common import print_result, progress, wait_for_idle
+from leanroll.calibrate.peers.engines import SCRIPTS, run_job, vllm_variables
+from leanroll.calibrate.speed import text_prompts
+from leanroll.calibrate.summary import Summary
 from leanroll.environment import usable_cores
 from leanroll.models.default import DEFAULT_MODEL, default_model_dir
 from leanroll.models.load import load_policy
 
-HERE = Path(__file__).parent
 SHORT_CONTEXT, SHORT_TOKENS, NUM_AGREEING = 600, 12, 8
 
 
@@ -42,25 +39,9 @@ class Runner:
     num_tokens: int
     variables: dict[str, str] = field(default_factory=dict)
 
-    def run(self, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """The runner's result; exits with 1 when the process fails."""
-        path = folder / "job.json"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        done = subprocess.run(
-            [*self.command, str(path)], capture_output=True, text=True, check=False, env=os.environ | self.variables
-        )
-        if done.returncode != 0:
-            sys.stderr.write(done.stderr[-4000:])
-            raise SystemExit(f"{self.name} failed with exit code {done.returncode}; its last words are above.")
-        return _last_json(done.stdout)
-
-
-def _last_json(text: str) -> dict[str, Any]:
-    lines = [line for line in text.splitlines() if line.startswith('{"step_seconds"')]
-    if not lines:
-        raise SystemExit(f"a runner printed no result; it printed: {text[-1000:]}")
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The runner's result. Raises BackendUnavailable when the process fails."""
+        return run_job(self.name, self.command, job, self.variables)
 
 
 def runners(options: argparse.Namespace) -> list[Runner]:
@@ -71,23 +52,20 @@ def runners(options: argparse.Namespace) -> list[Runner]:
         Runner(f"leanroll {options.pages} pages", [*ours, "--pages", str(options.pages)], options.tokens),
     ]
     if options.vllm_python is not None:
-        variables = {"PATH": f"{options.vllm_python.parent}{os.pathsep}{os.environ['PATH']}"}
-        openmp = options.vllm_python.parent.parent / "lib" / "libiomp5.so"
-        if openmp.is_file():  # vLLM asks for it, "for best performance"
-            variables["LD_PRELOAD"] = str(openmp)
-        found.append(Runner("vllm", [str(options.vllm_python), str(HERE / "run_vllm.py")], options.tokens, variables))
+        variables = vllm_variables(options.vllm_python)
+        found.append(Runner("vllm", [str(options.vllm_python), str(SCRIPTS["vllm"])], options.tokens, variables))
     if not options.without_transformers:
-        command = [sys.executable, "-m", "benchmarks.peers.run_transformers"]
+        command = [sys.executable, "-m", "leanroll.calibrate.peers.run_transformers"]
         found.append(Runner("transformers", command, options.transformers_tokens))
     return found
 
 
-def check(found: list[Runner], job: dict[str, Any], folder: Path) -> int:
+def check(found: list[Runner], job: dict[str, Any]) -> int:
     """The number of greedy tokens on which all engines agree, over all prompts; exits with 1 if it is too small."""
     completions = {}
     for runner in found:
         # A short context of fewer pages than the budget: sparse attention reads everything and must agree as well.
-        completions[runner.name] = runner.run(job, folder)["token_ids"]
+        completions[runner.name] = runner.run(job)["token_ids"]
     agreeing = [
         next((i for i, ids in enumerate(zip(*rows, strict=True)) if len(set(ids)) > 1), len(rows[0]))
         for rows in zip(*completions.values(), strict=True)
@@ -121,25 +99,21 @@ def main() -> None:
     steps: dict[str, list[float]] = {runner.name: [] for runner in found}
     versions: dict[str, dict[str, str]] = {}
     prefill: dict[str, list[float]] = {runner.name: [] for runner in found}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        agreeing = None
-        if not options.skip_check:
-            short = {"prompts": text_prompts(tokenizer, 2, SHORT_CONTEXT), "num_tokens": SHORT_TOKENS}
-            agreeing = check(found, job | short | {"dtype": "float32", "temperature": 0.0}, folder)
-        prompts = text_prompts(tokenizer, options.batch, options.context)
-        for round_number in range(options.rounds):
-            for runner in found:
-                load = wait_for_idle(options.most_load, options.patience)
-                timed = {"prompts": prompts, "num_tokens": runner.num_tokens, "dtype": "bfloat16", "temperature": 1.0}
-                result = runner.run(job | timed, folder)
-                steps[runner.name] += result["step_seconds"]
-                prefill[runner.name].append(round(result["prefill_seconds"], 1))
-                versions[runner.name] = result["versions"]
-                median = Summary.of(result["step_seconds"]).median
-                progress(
-                    f"round {round_number + 1}, {runner.name}: {median * 1e3:.1f} ms per step; load was {load:.2f}"
-                )
+    agreeing = None
+    if not options.skip_check:
+        short = {"prompts": text_prompts(tokenizer, 2, SHORT_CONTEXT), "num_tokens": SHORT_TOKENS}
+        agreeing = check(found, job | short | {"dtype": "float32", "temperature": 0.0})
+    prompts = text_prompts(tokenizer, options.batch, options.context)
+    for round_number in range(options.rounds):
+        for runner in found:
+            load = wait_for_idle(options.most_load, options.patience)
+            timed = {"prompts": prompts, "num_tokens": runner.num_tokens, "dtype": "bfloat16", "temperature": 1.0}
+            result = runner.run(job | timed)
+            steps[runner.name] += result["step_seconds"]
+            prefill[runner.name].append(round(result["prefill_seconds"], 1))
+            versions[runner.name] = result["versions"]
+            median = Summary.of(result["step_seconds"]).median
+            progress(f"round {round_number + 1}, {runner.name}: {median * 1e3:.1f} ms per step; load was {load:.2f}")
     summary = {name: Summary.of(values).scaled(1e3) for name, values in steps.items()}
     ours = summary["leanroll dense"].median
     print(f"{'engine':<22} {'ms per step':<32} {'tokens/s':>9} {'of leanroll dense':>18}")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.run_leanroll job.json [--pages 64] [--scorer softmax]
 
-See `compare.py` for the job and the result. All prompts must differ, otherwise prefix sharing lets them share memory.
+See `leanroll.calibrate.peers` for the job and the result. All prompts must differ, otherwise prefix sharing lets them share memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 import leanroll
-from benchmarks.engine_decode import Variant, as_prompts, make_engine
+from benchmarks.engine_decode import Variant, make_engine
+from leanroll.calibrate.agreement import as_prompts
 from leanroll.models.load import load_policy
 from leanroll.rollout.batching import RolloutProgress
 from leanroll.types import SamplingParams

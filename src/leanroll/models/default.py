@@ -53,7 +53,7 @@ def default_model_dir() -> Path:
     """
     target = cache_dir() / f"{DEFAULT_MODEL}-v{_LAYOUT}"
     if not target.exists():
-        _build(_gguf_path(), target)
+        _build(default_gguf_path(), target)
     _verify(target)
     return target
 
@@ -67,7 +67,12 @@ def hash_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _gguf_path() -> Path:
+def default_gguf_path() -> Path:
+    """The GGUF file that the default model is made from.
+
+    Raises:
+        ModelError: the package is missing, or does not hold it.
+    """
     # find_spec does not import the package: importing it would ask for llama-cpp-python, which nothing here needs.
     spec = importlib.util.find_spec(_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []

@@ -1,14 +1,16 @@
-"""Decode a job with vLLM's CPU build; runs in vLLM's own environment (`setup_vllm.sh`) and imports nothing of leanroll.
+"""Decode a job with vLLM's CPU build; runs in vLLM's own environment and imports nothing of leanroll.
 
-    VENV/bin/python benchmarks/peers/run_vllm.py job.json
+    VENV/bin/python run_vllm.py job.json
 
 The engine core runs in this process, so that one `step()` of the engine is one decode step and nothing is hidden in
-another process. Prefix caching is off: every prompt is computed and stored. See `compare.py` for the job and the result.
+another process. Prefix caching is off: every prompt is computed and stored. See `leanroll.calibrate.peers` for the job and
+the result.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -19,12 +21,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-KV_SPACE_GIB = 4
+MIN_KV_GIB = 4
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_SPACE_GIB))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(MIN_KV_GIB, math.ceil(job.get("kv_gib", 0)))))
     # All cores for the computation; left to itself vLLM keeps one for its front end.
     cores = sorted(os.sched_getaffinity(0))[: job["threads"]]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
@@ -37,6 +39,7 @@ def main() -> None:
     longest = max(map(len, prompts)) + num_tokens
     llm = LLM(
         model=job["model"],
+        revision=job.get("revision"),
         dtype=job["dtype"],
         max_model_len=longest + 1,
         max_num_seqs=len(prompts),
