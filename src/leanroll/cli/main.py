@@ -13,7 +13,7 @@ from types import ModuleType
 from rich.console import Console
 
 from leanroll import __version__
-from leanroll.cli import calibrate, doctor, evaluate, report, rl, rollout
+from leanroll.cli import bench, calibrate, doctor, evaluate, report, rl, rollout
 from leanroll.cli.help import options_text, wants_help
 from leanroll.cli.rl import EXIT_INTERRUPTED
 from leanroll.config import split_overrides
@@ -26,6 +26,7 @@ VERBS: dict[str, ModuleType] = {
     "rollout": rollout,
     "eval": evaluate,
     "calibrate": calibrate,
+    "bench": bench,
     "doctor": doctor,
     "report": report,
 }

@@ -8,15 +8,15 @@ from pathlib import Path
 from leanroll.errors import ConfigError
 
 
-def check_output(path: str) -> Path:
-    """The output file's path. Raises ConfigError when its folder does not exist or cannot be written."""
+def check_output(path: str, option: str = "--output") -> Path:
+    """The output file's path. Raises ConfigError, which names `option`, when its folder does not exist or cannot be written."""
     file = Path(path).absolute()
     if file.is_dir():
-        raise ConfigError(f"--output {path!r} is a folder; give the name of a file.")
+        raise ConfigError(f"{option} {path!r} is a folder; give the name of a file.")
     if file.exists() and not file.is_file():
-        raise ConfigError(f"--output {path!r} is a device or a pipe, and would be replaced; give the name of a file.")
+        raise ConfigError(f"{option} {path!r} is a device or a pipe, and would be replaced; give the name of a file.")
     if not file.parent.is_dir():
-        raise ConfigError(f"--output {path!r}: the folder {str(file.parent)!r} does not exist; make it first.")
+        raise ConfigError(f"{option} {path!r}: the folder {str(file.parent)!r} does not exist; make it first.")
     if not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"--output {path!r}: the folder {str(file.parent)!r} is not writable; choose another.")
+        raise ConfigError(f"{option} {path!r}: the folder {str(file.parent)!r} is not writable; choose another.")
     return file

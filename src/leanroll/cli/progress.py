@@ -48,8 +48,10 @@ def status(label: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pass_progress() -> Iterator[tuple[Callable[[int, int, str], None], Callable[[str], None]]]:
-    """A bar over the trajectories of a calibration pass, and a function that leaves a line above it."""
+def pass_progress(
+    label: str = "trajectories",
+) -> Iterator[tuple[Callable[[int, int, str], None], Callable[[str], None]]]:
+    """A bar over the trajectories of a calibration pass (or what `label` says), and a function that leaves a line above it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (
         TextColumn("{task.description}"),
@@ -61,7 +63,7 @@ def pass_progress() -> Iterator[tuple[Callable[[int, int, str], None], Callable[
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("trajectories", total=None, note="")
+        bar = progress.add_task(label, total=None, note="")
 
         def advance(done: int, total: int, note: str) -> None:
             if done == 0:

@@ -5,9 +5,11 @@ config.rollout.max_completion_length
 """
 
 from leanroll.config.base import Section
+from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
 from leanroll.config.recipes import (
+    BenchConfig,
     CalibrateConfig,
     DoctorConfig,
     EvaluateConfig,
@@ -24,6 +26,8 @@ from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig,
 __all__ = [
     "AdapterConfig",
     "AlgorithmConfig",
+    "BenchConfig",
+    "BenchmarkConfig",
     "CalibrateConfig",
     "CalibrationConfig",
     "DoctorConfig",

@@ -19,7 +19,9 @@ from leanroll.config.recipes import RecipeT, RLConfig
 from leanroll.config.schema import field_at, nearest_key, section_of
 from leanroll.errors import ConfigError
 
-PATH_OPTIONS = ("model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path")
+PATH_OPTIONS = (
+    "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "bench.gguf",
+)  # fmt: skip
 """Options that are always paths."""
 
 PATH_OR_NAME_OPTIONS = ("model.name", "rollout.schedule", "calibrate.warm_start")

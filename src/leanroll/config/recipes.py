@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from leanroll.config.base import Int, Section
+from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
@@ -133,6 +134,32 @@ class CalibrateConfig(Section):
     calibrate: CalibrationConfig = CalibrationConfig()
 
 
+class BenchConfig(Section):
+    """Everything `leanroll bench` needs. Of [rollout]: schedule, scorer, kernel, kv_memory_gib and kv_dtype."""
+
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    bench: BenchmarkConfig = BenchmarkConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BenchConfig:
+        if self.rollout.schedule == "dense":
+            raise ValueError(
+                "rollout.schedule is 'dense', so there is nothing to compare; give a preset or a JSON file with "
+                "--rollout.schedule (`leanroll calibrate` makes one)"
+            )
+        if self.adapter.type == "none" and self.adapter.path is not None:
+            raise ValueError("adapter.path is set but has no effect, because adapter.type is 'none'; remove one of them")
+        if self.bench.peers and self.adapter.path is not None:
+            raise ValueError("bench.peers run the plain model, but adapter.path is set; leave out one of them")
+        if "llama_cpp" in self.bench.peers and self.bench.gguf is None and self.model.name != "smollm2-135m":
+            raise ValueError(
+                f"bench.peers has llama_cpp, which needs the model {self.model.name!r} as a GGUF file; give it as bench.gguf"
+            )
+        return self
+
+
 class DoctorConfig(Section):
     """What `leanroll doctor` looks at."""
 
@@ -140,8 +167,8 @@ class DoctorConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
 
 
-Recipe = RLConfig | GenerateConfig | EvaluateConfig | CalibrateConfig | DoctorConfig
-RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, DoctorConfig)
+Recipe = RLConfig | GenerateConfig | EvaluateConfig | CalibrateConfig | BenchConfig | DoctorConfig
+RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, BenchConfig, DoctorConfig)
 
 
 @dataclass(frozen=True, slots=True)
