@@ -40,7 +40,7 @@ class ResumeError(UserError):
 
 
 class RunDirInUse(UserError):
-    """Another process trains in the run directory."""
+    """Another process writes to the run directory."""
 
 
 class TrainingDiverged(LeanrollError):

@@ -55,7 +55,7 @@ def run_lock(path: str | Path) -> Iterator[None]:
             # Empty when its holder has not written yet.
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
             raise RunDirInUse(
-                f"Run directory {str(path)!r} is in use by {holder}; expected one that nothing else trains in. Wait for it, "
+                f"Run directory {str(path)!r} is in use by {holder}; expected one that nothing else writes to. Wait for it, "
                 "stop it, or choose another run directory."
             ) from None
         except OSError as error:

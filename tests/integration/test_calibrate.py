@@ -11,6 +11,7 @@ import pytest
 
 from leanroll.cli.main import main
 from leanroll.rollout.schedule import UNLIMITED, BudgetSchedule
+from leanroll.rundir_lock import run_lock
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("matplotlib")
@@ -123,6 +124,15 @@ def test_resuming_with_other_options_names_them(
 ) -> None:
     assert main(arguments(model, finished, "--texts", f"{texts}/*.txt", "--resume", "--calibrate.scorer", "mean")) == 2
     assert "calibrate.scorer was 'softmax', is 'mean'" in capfd.readouterr().err
+
+
+def test_one_process_calibrates_in_a_folder(
+    model: Path, texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with run_lock(tmp_path / "run"):
+        assert main(arguments(model, tmp_path / "run", "--texts", f"{texts}/*.txt")) == 2
+    assert "is in use by process" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "config.toml").exists()
 
 
 def test_from_a_task(model: Path, tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from leanroll.tasks.reward_pool import RewardPool
 with run_lock(sys.argv[1]):
     pool = RewardPool([pickle.dumps(len)], ["len"], 1)
     pool.start()
+    ready, say_ready = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(say_ready, b"!")
         time.sleep(600)
+    os.read(ready, 1)
     print(pool._workers[0].process.pid, child, flush=True)
     time.sleep(600)
 """

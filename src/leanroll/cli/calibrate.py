@@ -17,6 +17,7 @@ from leanroll.config.resolved import changed_options, read_resolved
 from leanroll.environment import describe
 from leanroll.errors import ConfigError, ResumeError
 from leanroll.rundir import CONFIG, ENVIRONMENT, write_json, write_text
+from leanroll.rundir_lock import LOCK, run_lock
 
 if TYPE_CHECKING:
     from leanroll.calibrate.trajectories import Trajectory
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     from leanroll.calibrate.run import Calibration, check_settings
     from leanroll.calibrate.trajectories import split
+    from leanroll.report import write_calibration_report
     from leanroll.train import setup
 
     folder = _prepare_folder(config, arguments.resume)
@@ -59,28 +61,26 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     # Texts are looked at before anything is written: most mistakes show here.
     trajectories = _from_texts(config, policy, paths) if paths else []
     parts = split(trajectories, settings.trajectories, settings.held_out) if paths else None
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / ENVIRONMENT, describe(facts))
-    write_text(folder / CONFIG, to_toml(config))
-    if parts is None:
-        parts = split(_from_task(config, policy, folder), settings.trajectories, settings.held_out)
-    fitting, held_out = parts
-    with pass_progress() as (advance, say):
-        calibration = Calibration(
-            policy=policy,
-            backend=engine.backend,
-            make_engine=lambda schedule: setup.build_engine(policy, schedule, config.rollout),
-            settings=settings,
-            name=config.name,
-            temperature=config.rollout.temperature,
-            folder=folder,
-            say=say,
-            progress=advance,
-        )
-        summary = calibration.run(fitting, held_out)
-    from leanroll.report import write_calibration_report
-
-    write_calibration_report(folder, folder / "report.html")
+    with run_lock(folder):
+        write_json(folder / ENVIRONMENT, describe(facts))
+        write_text(folder / CONFIG, to_toml(config))
+        if parts is None:
+            parts = split(_from_task(config, policy, folder), settings.trajectories, settings.held_out)
+        fitting, held_out = parts
+        with pass_progress() as (advance, say):
+            calibration = Calibration(
+                policy=policy,
+                backend=engine.backend,
+                make_engine=lambda schedule: setup.build_engine(policy, schedule, config.rollout),
+                settings=settings,
+                name=config.name,
+                temperature=config.rollout.temperature,
+                folder=folder,
+                say=say,
+                progress=advance,
+            )
+            summary = calibration.run(fitting, held_out)
+        write_calibration_report(folder, folder / "report.html")
     _print(summary, folder)
     return 0
 
@@ -129,7 +129,7 @@ def _prepare_folder(config: CalibrateConfig, resume: bool) -> Path:
         if conflicts:
             listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in conflicts.items())
             raise ResumeError(f"The calibration in {str(folder)!r} was made with other options: {listed}. Start a new one.")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (not folder.is_dir() or any(entry.name != LOCK for entry in folder.iterdir())):
         raise ConfigError(
             f"Folder {str(folder)!r} is not empty; choose another calibrate.run_dir, or continue what is in it with --resume."
         )
