@@ -56,6 +56,11 @@ class RLConfig(Section):
             raise ValueError(
                 "rl.resample_zero_std replaces dropped groups, but rl.filter_zero_std is false; set it to true"
             )
+        if rl.train_generations == 1 or rl.train_generations > rl.num_generations:
+            raise ValueError(
+                f"rl.train_generations is {rl.train_generations}; expected 2 to rl.num_generations = {rl.num_generations}, or 0 for "
+                "all of them"
+            )
         if rl.overlong_buffer > rollout.max_completion_length:
             raise ValueError(
                 f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "

@@ -54,6 +54,12 @@ class AlgorithmConfig(Section):
     num_mini_batches: Int = Field(
         1, ge=1, description="Optimizer updates per pass, each on a share of the groups; at most prompts_per_step."
     )
+    train_generations: Int = Field(
+        0,
+        ge=0,
+        description="Completions of each group that enter the loss: those whose rewards vary most, with advantages among themselves "
+        "(PODS, arXiv 2504.13818). Where updates cost more than rollouts, sample many and train on few. 0: all.",
+    )
     overlong_buffer: Int = Field(
         0,
         ge=0,

@@ -55,6 +55,28 @@ def advantages(rewards: np.ndarray, scale: ScaleRewards = "group", eps: float = 
     return centred / (np.sqrt(variance) + eps)
 
 
+def most_varied(rewards: np.ndarray, count: int) -> np.ndarray:
+    """The `count` samples of each group whose rewards have the largest variance; the others become NaN (not there).
+
+    They are always some of the highest and the rest of the lowest (PODS, arXiv 2504.13818). Among equal rewards the earlier samples
+    are taken.
+
+    Args:
+        rewards: [num_groups, G]; NaN marks a sample that does not exist. A group with `count` samples or fewer keeps them all.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    kept = np.full_like(rewards, np.nan)
+    for row, out in zip(rewards, kept, strict=True):
+        present = np.flatnonzero(np.isfinite(row))
+        ascending = present[np.argsort(row[present], kind="stable")]
+        descending = present[np.argsort(-row[present], kind="stable")]
+        size = min(count, len(present))
+        choices = [np.concatenate([descending[:high], ascending[: size - high]]) for high in range(size + 1)]
+        best = max(choices, key=lambda chosen: float(np.var(row[chosen])) if len(set(chosen.tolist())) == size else -1.0)
+        out[best] = row[best]
+    return kept
+
+
 def denominators(
     loss_type: LossType,
     lengths: Tensor,

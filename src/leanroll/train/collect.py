@@ -11,7 +11,7 @@ import numpy as np
 
 from leanroll.config import RLConfig
 from leanroll.errors import ConfigError, RolloutError
-from leanroll.losses.policy import advantages
+from leanroll.losses.policy import advantages, most_varied
 from leanroll.rollout.engine import RolloutEngine, RolloutProgress
 from leanroll.tasks import Task
 from leanroll.tasks.rewards import RewardRunner
@@ -163,11 +163,14 @@ class Collector:
 
     def _choose(self, groups: Sequence[RolloutGroup], totals: np.ndarray) -> list[TrainingGroup]:
         """Groups that enter the loss, without missing samples. A group with fewer than two samples has no baseline."""
-        values = advantages(totals, self._config.rl.scale_rewards)
+        rl = self._config.rl
+        if rl.train_generations:
+            totals = most_varied(totals, rl.train_generations)
+        values = advantages(totals, rl.scale_rewards)
         chosen: list[TrainingGroup] = []
         for group, row, total in zip(groups, values, totals, strict=True):
             kept = [r for r in group.rollouts if np.isfinite(total[r.sample_index])]
-            if len(kept) < 2 or (self._config.rl.filter_zero_std and _all_equal(total)):
+            if len(kept) < 2 or (rl.filter_zero_std and _all_equal(total)):
                 continue
             chosen.append(TrainingGroup(replace(group, rollouts=tuple(kept)), row[[r.sample_index for r in kept]]))
         return chosen
