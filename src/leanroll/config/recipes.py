@@ -58,8 +58,8 @@ class RLConfig(Section):
             )
         if rl.train_generations == 1 or rl.train_generations > rl.num_generations:
             raise ValueError(
-                f"rl.train_generations is {rl.train_generations}; expected 2 to rl.num_generations = {rl.num_generations}, or 0 for "
-                "all of them"
+                f"rl.train_generations is {rl.train_generations}; expected 2 to rl.num_generations = {rl.num_generations}, or 0 "
+                "for all of them"
             )
         if rl.overlong_buffer > rollout.max_completion_length:
             raise ValueError(

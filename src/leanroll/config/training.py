@@ -57,8 +57,8 @@ class AlgorithmConfig(Section):
     train_generations: Int = Field(
         0,
         ge=0,
-        description="Completions of each group that enter the loss: those whose rewards vary most, with advantages among themselves "
-        "(PODS, arXiv 2504.13818). Where updates cost more than rollouts, sample many and train on few. 0: all.",
+        description="Completions of each group that enter the loss: those whose rewards vary most, with advantages among "
+        "themselves (PODS, arXiv 2504.13818). Where updates cost more than rollouts, sample many and train on few. 0: all.",
     )
     overlong_buffer: Int = Field(
         0,

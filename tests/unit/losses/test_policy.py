@@ -1,11 +1,15 @@
 """The policy loss by hand: advantages, denominators, clipping, masks, sums."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from leanroll.errors import ConfigError
-from leanroll.losses.policy import advantages, completion_mask, denominators, policy_loss
+from leanroll.losses.policy import advantages, completion_mask, denominators, most_varied, policy_loss
 from tests.assertions import assert_close
 
 
@@ -25,6 +29,20 @@ def test_missing_samples_count_nowhere():
     np.testing.assert_array_equal(advantages(np.array([[3.0, np.nan], [np.nan, np.nan]])), np.zeros((2, 2)))
     batch = advantages(np.array([[1.0, 0.0, np.nan]]), "batch", eps=1e-12)
     np.testing.assert_allclose(batch[0], [0.5**0.5, -(0.5**0.5), 0.0])
+
+
+@given(st.lists(st.sampled_from([0.0, 0.3, 0.5, 1.0, np.nan]), min_size=2, max_size=8), st.integers(2, 8))
+def test_most_varied_is_the_subset_of_largest_variance(rewards, count):
+    rewards = np.array([rewards])
+    kept = most_varied(rewards, count)[0]
+    present = rewards[0][np.isfinite(rewards[0])]
+    size = min(count, len(present))
+    chosen = np.isfinite(kept)
+    assert chosen.sum() == size
+    np.testing.assert_array_equal(kept[chosen], rewards[0][chosen])
+    if size:
+        best = max(np.var(subset) for subset in itertools.combinations(present, size))
+        assert np.var(kept[chosen]) == pytest.approx(best)
 
 
 def test_groups_of_one_need_no_std():
