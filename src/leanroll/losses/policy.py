@@ -68,11 +68,14 @@ def most_varied(rewards: np.ndarray, count: int) -> np.ndarray:
     kept = np.full_like(rewards, np.nan)
     for row, out in zip(rewards, kept, strict=True):
         present = np.flatnonzero(np.isfinite(row))
+        size = min(count, len(present))
+        if size == 0:
+            continue
         ascending = present[np.argsort(row[present], kind="stable")]
         descending = present[np.argsort(-row[present], kind="stable")]
-        size = min(count, len(present))
         choices = [np.concatenate([descending[:high], ascending[: size - high]]) for high in range(size + 1)]
-        best = max(choices, key=lambda chosen: float(np.var(row[chosen])) if len(set(chosen.tolist())) == size else -1.0)
+        # With equal rewards both orders may begin with the same samples: such a choice is too small.
+        best = max((c for c in choices if len(np.unique(c)) == size), key=lambda chosen: float(np.var(row[chosen])))
         out[best] = row[best]
     return kept
 
