@@ -1,4 +1,4 @@
-"""Teacher-forced scoring by the decode kernels, against the differentiable scorer, which shares no code with it but the selection."""
+"""Teacher-forced scoring by the decode kernels, against the differentiable scorer: the two share only the selection of pages."""
 
 from __future__ import annotations
 
