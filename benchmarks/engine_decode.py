@@ -27,7 +27,7 @@ from leanroll.calibrate.agreement import (
     TOLERANCE,
     as_prompts,
     largest_difference,
-    rescoring_difference,
+    rescoring_differences,
 )
 from leanroll.calibrate.speed import text_prompts
 from leanroll.calibrate.summary import Summary
@@ -37,7 +37,7 @@ from leanroll.models.policy import Policy
 from leanroll.rollout.batching import RolloutProgress
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.types import SamplingParams
+from leanroll.types import RolloutGroup, SamplingParams
 
 SHORT_CONTEXT, SHORT_TOKENS, SHORT_PAGES = 600, 24, 12
 
@@ -83,9 +83,12 @@ def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[s
         sampling = SamplingParams(max_completion_length=SHORT_TOKENS, ignore_stop=True, record_pages=True)
         run = partial(RolloutEngine.generate, prompts=prompts, sampling=sampling, num_samples=1)
         engine = partial(make_engine, policy, batch=2, page_size=page_size, kernel=kernel)
-        rescored = partial(rescoring_difference, policy, max_tokens=2 * SHORT_CONTEXT)
+
+        def rescored(groups: list[RolloutGroup], plan: SparsePlan | None, policy: Policy = policy) -> float:
+            return rescoring_differences(policy, groups, plan, 2 * SHORT_CONTEXT).max().item()
+
         dense = run(engine(Variant()))
-        dense_difference = rescored(groups=dense, plan=None)
+        dense_difference = rescored(dense, None)
         kind = str(dtype).removeprefix("torch.")
         found[f"{kind} dense: decoding against parallel re-scoring"] = dense_difference
         for scorer in scorers:
@@ -94,7 +97,7 @@ def check(model: str, kernel: str, page_size: int, scorers: list[str]) -> dict[s
             variant = Variant(SHORT_PAGES, scorer)
             sparse = run(engine(variant))
             plan = SparsePlan.of(policy.spec, variant.schedule(page_size), kv_dtype=dtype, recorded=True)
-            full_difference, sparse_difference = largest_difference(full, dense), rescored(groups=sparse, plan=plan)
+            full_difference, sparse_difference = largest_difference(full, dense), rescored(sparse, plan)
             found[f"{kind} {scorer}: full budget against dense"] = full_difference
             found[f"{kind} {scorer}: decoding against parallel re-scoring"] = sparse_difference
             failed |= dtype == torch.float32 and not same

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from leanroll.calibrate.speed import pool_gib, text_prompts
 from leanroll.errors import ConfigError, RolloutError
@@ -24,9 +25,13 @@ from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest difference of a log-prob that is always accepted, by the dtype of the model or of its cache, whichever is coarser."""
-ROUNDING = 2.0
+ROUNDING = 3.0
 """Sparse decoding may differ from its re-scoring by this many times what dense decoding differs from dense re-scoring: in bf16 the
-layers of the two ways round differently, whatever the attention."""
+layers of the two ways round differently, whatever the attention. Not less, because the two are measured on different tokens (each on
+its own draws) and on few: the default model has 0.21 and 0.19, 0.038 and 0.021 in the mean; pages read wrongly give several times
+that, and fail by far in fp32."""
+MEAN_SHARE = 0.1
+"""Of the tolerance, that the mean difference may reach in any case: a few tokens round badly, most do not."""
 NUM_PROMPTS, NUM_TOKENS = 2, 24
 NEVER_REACHED = 2**20  # a finite budget, so that the engine takes its sparse path
 _SHORT_TOKENS, _SHORT_PAGES = 384, 18  # of a prompt, at least one of them
@@ -35,10 +40,11 @@ _SHARE_READ = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Largest differences of log-probs, and what they may be.
+    """Differences of log-probs, and what the largest may be.
 
     same_tokens: share of tokens before the first different one, full budget against dense.
-    full_against_dense: over those tokens. dense_rescored, sparse_rescored: decoding against scoring in parallel.
+    full_against_dense: largest over those tokens. dense_rescored, sparse_rescored: largest between decoding and scoring in
+    parallel; dense_mean, sparse_mean: the mean of the same.
     prompt_length, pages: of the check; pages is the small budget.
     """
 
@@ -46,9 +52,21 @@ class Agreement:
     full_against_dense: float
     dense_rescored: float
     sparse_rescored: float
+    dense_mean: float
+    sparse_mean: float
     tolerance: float
     prompt_length: int
     pages: int
+
+    def is_right(self, exact: bool) -> bool:
+        """Whether the differences are those of rounding. exact: tokens must be equal."""
+        if exact and self.same_tokens < 1:
+            return False
+        return (
+            self.full_against_dense <= self.tolerance
+            and self.sparse_rescored <= max(self.tolerance, ROUNDING * self.dense_rescored)
+            and self.sparse_mean <= max(MEAN_SHARE * self.tolerance, ROUNDING * self.dense_mean)
+        )
 
 
 def as_prompts(token_ids: Sequence[Sequence[int]]) -> list[Prompt]:
@@ -71,14 +89,16 @@ def num_equal(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def rescoring_difference(
+def rescoring_differences(
     policy: Policy, groups: Sequence[RolloutGroup], plan: SparsePlan | None, max_tokens: int
-) -> float:
-    """Largest difference between the log-probs of decoding and those of scoring the same tokens in parallel."""
+) -> Tensor:
+    """Absolute differences between the log-probs of decoding and those of scoring the same tokens in parallel, flat."""
     scores = score(policy, groups, temperature=1.0, max_tokens=max_tokens, plan=plan, with_entropy=False)
-    return max(
-        (torch.tensor(group.rollouts[0].logprobs) - again.cpu()).abs().max().item()
-        for group, again in zip(groups, scores.logprobs, strict=True)
+    return torch.cat(
+        [
+            (torch.tensor(group.rollouts[0].logprobs) - again.cpu()).abs()
+            for group, again in zip(groups, scores.logprobs, strict=True)
+        ]
     )
 
 
@@ -137,26 +157,26 @@ def check_decoding(
         num_equal(x.rollouts[0].token_ids, y.rollouts[0].token_ids) / NUM_TOKENS
         for x, y in zip(full, dense, strict=True)
     ]
+    dense_again = rescoring_differences(policy, dense, None, most)
+    sparse_again = rescoring_differences(policy, few, plan, most)
     found = Agreement(
         same_tokens=sum(equal) / len(equal),
         full_against_dense=largest_difference(full, dense),
-        dense_rescored=rescoring_difference(policy, dense, None, most),
-        sparse_rescored=rescoring_difference(policy, few, plan, most),
+        dense_rescored=dense_again.max().item(),
+        sparse_rescored=sparse_again.max().item(),
+        dense_mean=dense_again.mean().item(),
+        sparse_mean=sparse_again.mean().item(),
         tolerance=max(TOLERANCE[policy.dtype], TOLERANCE[cached]),
         prompt_length=length,
         pages=sparse.pages[0],
     )
     # In fp32 the draws are the same; a coarser type may round a token's probability across its draw.
     exact = policy.dtype == cached == torch.float32
-    if (
-        (exact and found.same_tokens < 1)
-        or found.full_against_dense > found.tolerance
-        or found.sparse_rescored > max(found.tolerance, ROUNDING * found.dense_rescored)
-    ):
+    if not found.is_right(exact):
         raise RolloutError(
             f"decoding of {policy.name!r} with schedule {schedule.name!r} is not right, so nothing was timed: {found}; "
-            f"expected differences of log-probs of at most {found.tolerance:g} (or {ROUNDING:g} times dense_rescored)"
-            f"{' and equal tokens' if exact else ''}. Please report this."
+            f"expected differences of log-probs of at most {found.tolerance:g}, {MEAN_SHARE * found.tolerance:g} in the mean, or "
+            f"{ROUNDING:g} times those of dense decoding{', and equal tokens' if exact else ''}. Please report this."
         )
     return found
 

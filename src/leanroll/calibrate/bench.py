@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from leanroll.calibrate.agreement import NUM_PROMPTS, TOLERANCE, check_decoding, greedy_regret
+from leanroll.calibrate.agreement import NUM_PROMPTS, check_decoding, greedy_regret
 from leanroll.calibrate.cost import step_cost, trajectory
 from leanroll.calibrate.devices import Device, named_device
 from leanroll.calibrate.peers.engines import Peer
@@ -39,7 +39,7 @@ Progress = Callable[[int, int, str], None]
 """Called with measurements done, all of them, and what comes next."""
 
 REGRET_ROUNDING = 4.0
-"""A peer's greedy token may fall short of our likeliest by this many tolerances of a log-prob: two engines round two tokens."""
+"""A peer's greedy token may fall short of our likeliest by this many times what rounding does to a log-prob here."""
 OTHER_WEIGHTS = 1.0
 """The same in nats, for a peer whose weights are quantised: a wrong model or tokenizer is off by several."""
 _PEER_CHECK_LENGTH, _PEER_CHECK_TOKENS = 256, 12
@@ -96,7 +96,7 @@ def measure_speed(
         kv_memory_gib=kv_memory_gib,
     )
     checks = check_decoding(policy, schedule, kernel=kernel, kv_dtype=cached, seed=seed)
-    runs = [_checked(policy, peer) for peer in peers]
+    runs = [_checked(policy, peer, max(checks.tolerance, checks.dense_rescored)) for peer in peers]
 
     total = 2 * rounds * len(lengths) + min(peer_rounds, rounds) * len(runs) * len(lengths)
     done = 0
@@ -260,14 +260,14 @@ def integrate(tokens: Sequence[int], seconds: Sequence[float], prompt_length: in
     return float(np.interp(steps, tokens, seconds).sum())
 
 
-def _checked(policy: Policy, peer: Peer) -> PeerSpeed:
-    """Run a peer on short prompts and judge its tokens by our policy."""
+def _checked(policy: Policy, peer: Peer, rounding: float) -> PeerSpeed:
+    """Run a peer on short prompts and judge its tokens by our policy; `rounding` is what a log-prob differs by anyway."""
     length = min(_PEER_CHECK_LENGTH, policy.spec.max_position - _PEER_CHECK_TOKENS)
     prompts = text_prompts(policy.tokenizer, NUM_PROMPTS, length)
     job = _job(policy, prompts, _PEER_CHECK_TOKENS) | {"temperature": 0.0}
     result = peer.decode(job)
     regret = greedy_regret(policy, prompts, result["token_ids"])
-    limit = REGRET_ROUNDING * TOLERANCE[policy.dtype] if peer.same_weights else OTHER_WEIGHTS
+    limit = REGRET_ROUNDING * rounding if peer.same_weights else max(OTHER_WEIGHTS, REGRET_ROUNDING * rounding)
     if regret > limit:
         raise RolloutError(
             f"peer {peer.name} decodes something else: a token it picks greedily is {regret:.3g} nats less likely here than the "

@@ -34,7 +34,7 @@ USED = (
     "rollout.scorer", "rollout.kernel", "rollout.kv_memory_gib", "rollout.kv_dtype",
 )  # fmt: skip
 """Options outside [bench] that change what is measured."""
-TABLE_WIDTH = 120  # where stdout is no terminal
+TABLE_WIDTH = 160  # where stdout is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -193,14 +193,14 @@ def _print(table: SpeedTable, note: str) -> None:
     predicted = table.device is not None
     working = [peer for peer in table.peers if peer.measured]
     columns = ["tokens", "pages read", "dense", "sparse", "speed-up"]
-    columns += ["predicted dense", "sparse", "speed-up"] if predicted else []
+    columns += ["predicted (dense / sparse)"] if predicted else []
     for column in columns + [peer.name for peer in working]:
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     for row in table.rows:
         cells = [str(row.length), f"{row.budget} of {row.num_pages}", *_measured(row)]
         if row.predicted_dense is not None and row.predicted_sparse is not None:
             ratio = row.predicted_dense / row.predicted_sparse
-            cells += [f"{1e3 * row.predicted_dense:.2f}", f"{1e3 * row.predicted_sparse:.2f}", f"{ratio:.2f}x"]
+            cells.append(f"{ratio:.2f}x ({1e3 * row.predicted_dense:.2f} / {1e3 * row.predicted_sparse:.2f})")
         cells += [f"{1e3 * p.steps[row.length].median:.2f}" if row.length in p.steps else "-" for p in working]
         shown.add_row(*cells)
     console.print(shown)
@@ -228,7 +228,8 @@ def summary_lines(table: SpeedTable, note: str) -> list[str]:
         lines.append(f"no prediction: {note}")
     lines.append(
         f"checked before: full budget against dense, largest difference of a log-prob {c.full_against_dense:.1e}; "
-        f"sparse against re-scoring {c.sparse_rescored:.1e} (dense {c.dense_rescored:.1e})"
+        f"sparse against re-scoring {c.sparse_rescored:.1e} (dense {c.dense_rescored:.1e}), in the mean {c.sparse_mean:.1e} "
+        f"({c.dense_mean:.1e})"
     )
     for peer in table.peers:
         line = f"{peer.name} ({peer.note}): greedy tokens within {peer.regret:.1e} nats of ours"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from leanroll.calibrate import agreement, bench, speed
-from leanroll.calibrate.agreement import check_decoding, greedy_regret
+from leanroll.calibrate.agreement import Agreement, check_decoding, greedy_regret
 from leanroll.calibrate.bench import check_work, integrate, largest_batch, measure_speed, prediction_device
 from leanroll.calibrate.devices import Device
 from leanroll.calibrate.peers import run_transformers
@@ -121,11 +122,30 @@ def test_nothing_is_timed_when_something_is_wrong(policy: Policy, monkeypatch: p
     monkeypatch.setattr(bench, "decode_seconds", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(RolloutError, match="peer own decodes something else"):
         measure_speed(policy, SCHEDULE, **WORK, peers=[OwnPeer(policy, shift=1)])
+    shifted = torch.full((48,), 1e-4)  # below the tolerance of each token, but everywhere
     monkeypatch.setattr(
-        agreement, "rescoring_difference", lambda _policy, _groups, plan, _most: 0.0 if plan is None else 0.1
+        agreement, "rescoring_differences", lambda _policy, _groups, plan, _most: shifted * (plan is not None)
     )
-    with pytest.raises(RolloutError, match=r"sparse_rescored=0\.1.*at most 0\.0002"):
+    with pytest.raises(RolloutError, match=r"at most 0\.0002, 2e-05 in the mean"):
         measure_speed(policy, SCHEDULE, **WORK)
+
+
+@pytest.mark.parametrize(
+    ("changed", "right"),
+    [
+        ({}, True),
+        ({"same_tokens": 0.5}, False),
+        ({"full_against_dense": 0.1}, False),
+        ({"sparse_rescored": 0.3}, False),
+        ({"sparse_rescored": 0.3, "dense_rescored": 0.2}, True),
+        ({"sparse_mean": 0.006}, False),
+        ({"sparse_mean": 0.006, "dense_mean": 0.004}, True),
+    ],
+)
+def test_what_is_rounding(changed: dict[str, float], right: bool) -> None:
+    found = Agreement(1.0, 0.01, 0.01, 0.01, 0.001, 0.001, tolerance=0.05, prompt_length=384, pages=8)
+    assert replace(found, **changed).is_right(exact=True) == right
+    assert replace(found, same_tokens=0.5).is_right(exact=False)
 
 
 def test_regret_is_that_of_the_chosen_token(policy: Policy) -> None:
