@@ -30,6 +30,8 @@ from leanroll.rundir_metrics import check_record
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+CALIBRATION = "calibration.json"
+"""Summary that makes a folder one of `leanroll calibrate`."""
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
 
 _FOLDERS = (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS)

@@ -168,6 +168,8 @@ def test_from_a_task(model: Path, tmp_path: Path) -> None:
         (["--calibrate.scorer", "nonsense"], "nonsense"),
         (["--calibrate.dense_layers", "[7]"], "layers"),
         (["--calibrate.warm_start", "nothing"], "No schedule 'nothing'"),
+        (["--rollout.schedule", "qwen3-4b-0.86"], "rollout.schedule has no effect"),
+        (["--task", "ifollow"], "task.name has no effect"),
     ],
 )
 def test_refusals(

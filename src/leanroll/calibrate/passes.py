@@ -178,20 +178,26 @@ class PassRunner:
             values.append(alpha[drawn])
             lengths.append(total[drawn])
             owners.append(np.full(int(drawn.sum()), number))
-        all_values, all_owners, all_lengths = (np.concatenate(x) for x in (values, owners, lengths))
-        bins = np.minimum(
-            -(-all_lengths // schedule.page_size) // schedule.bin_pages, len(schedule.pages) - 1
-        )
-        edges = bin_edges(schedule)
-        found: list[AcceptanceStats | None] = []
-        for i in range(len(schedule.pages)):
-            inside = bins == i
-            found.append(
-                tail_stats(all_values[inside].astype(np.float64), all_owners[inside], edges[i], edges[i + 1], self._tail)
-                if inside.any()
-                else None
-            )
-        return tuple(found)
+        return stats_by_bin(schedule, values, lengths, owners, self._tail)
+
+
+def stats_by_bin(
+    schedule: BudgetSchedule,
+    values: Sequence[np.ndarray],
+    lengths: Sequence[np.ndarray],
+    owners: Sequence[np.ndarray],
+    tail: TailSettings,
+) -> tuple[AcceptanceStats | None, ...]:
+    """Statistics per length bin of a schedule, None where a bin has no tokens.
+
+    values, lengths, owners: parts of any number; per token its alpha, the tokens in the cache, and whose it is.
+    """
+    alpha, total, owner = np.concatenate(values).astype(np.float64), np.concatenate(lengths), np.concatenate(owners)
+    bins, edges = schedule.bins(total), bin_edges(schedule)
+    return tuple(
+        tail_stats(alpha[bins == i], owner[bins == i], edges[i], edges[i + 1], tail) if (bins == i).any() else None
+        for i in range(len(schedule.pages))
+    )
 
 
 def _plan_key(plan: SparsePlan, temperature: float) -> str:

@@ -23,7 +23,7 @@ from leanroll.calibrate.passes import PassRunner, Progress, SchedulePass, bin_ed
 from leanroll.calibrate.search import Ladder, default_budgets
 from leanroll.calibrate.shape import fit_beta, length_correlation
 from leanroll.calibrate.trajectories import Trajectory
-from leanroll.calibrate.validate import closest_schedule, continue_sparsely
+from leanroll.calibrate.validate import continue_sparsely
 from leanroll.config import CalibrationConfig
 from leanroll.errors import ConfigError
 from leanroll.kernels.dispatch import KernelBackend
@@ -34,9 +34,9 @@ from leanroll.models import Policy
 from leanroll.models.spec import ModelSpec
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import write_json, write_text
+from leanroll.rundir import CALIBRATION, write_json, write_text
 
-PASSES, SCHEDULES, TABLE, SUMMARY = "passes", "schedules", "acceptance.parquet", "calibration.json"
+PASSES, SCHEDULES, TABLE = "passes", "schedules", "acceptance.parquet"
 PAPER_TRAJECTORIES = 2
 """Held-out trajectories on which the paper's reading of alpha is computed beside the exact one."""
 FIT_SHARE = 0.7
@@ -134,7 +134,7 @@ class Calibration:
     def _guess(self, ladder: Ladder) -> list[int]:
         s = self.settings
         if s.warm_start is not None:
-            return closest_schedule(BudgetSchedule.load(s.warm_start), ladder.pages, ladder.num_bins, s.bin_pages)
+            return ladder.rungs_of(BudgetSchedule.load(s.warm_start), s.bin_pages)
         # A sixth of the pages held, which is right within a factor of two for most models and targets.
         wanted = [(i + 1) * s.bin_pages / 6 for i in range(ladder.num_bins)]
         return [next((r for r, p in enumerate(ladder.pages) if p >= w), len(ladder.pages) - 1) for w in wanted]
@@ -261,7 +261,7 @@ class Calibration:
             "model_seconds": search.runner.seconds,
             "wall_seconds": time.monotonic() - started,
         }
-        write_json(self.folder / SUMMARY, summary)
+        write_json(self.folder / CALIBRATION, summary)
         fitted = [row for n, p in enumerate(search.history, start=1) for row in _rows(p, n, None, "fit")]
         _write_table(self.folder / TABLE, [*fitted, *rows])
         return summary

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leanroll.rollout.schedule import UNLIMITED
+from leanroll.rollout.schedule import UNLIMITED, BudgetSchedule
 
 _EXPONENT = 0.8
 """1 - tail falls with about this power of the budget on the default model; only guesses depend on it."""
@@ -142,6 +142,11 @@ class Ladder:
     def budgets(self, rungs: Sequence[int]) -> tuple[int, ...]:
         """Pages per bin as a schedule holds them: beyond the last bin, where nothing was measured, all pages are read."""
         return (*(self.pages[rung] for rung in rungs), UNLIMITED)
+
+    def rungs_of(self, schedule: BudgetSchedule, bin_pages: int) -> list[int]:
+        """Per bin of bin_pages pages, the first rung that is not below a known schedule's budget at the bin's end."""
+        wanted = [schedule.budget(((i + 1) * bin_pages - 1) * schedule.page_size) for i in range(self.num_bins)]
+        return [next((r for r, p in enumerate(self.pages) if p >= w), len(self.pages) - 1) for w in wanted]
 
     def _expected(self, passes: Sequence[Pass], index: int, target: float, b: Bracket, guess: int) -> int:
         """A rung strictly inside the bracket, where 1 - tail as a power of the budget expects the target to be reached."""

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from leanroll.calibrate.passes import bin_edges
+from leanroll.calibrate.passes import bin_edges, stats_by_bin
 from leanroll.calibrate.trajectories import Trajectory
 from leanroll.errors import ConfigError
 from leanroll.kernels.dispatch import KernelBackend
-from leanroll.measure.acceptance import AcceptanceStats, TailSettings, tail_stats
+from leanroll.measure.acceptance import AcceptanceStats, TailSettings
 from leanroll.measure.document import Prefix, continuation_acceptance, document_hidden
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.engine import RolloutEngine
-from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 
@@ -80,15 +79,8 @@ def continue_sparsely(
             held += sum(r.pages_total for r in group.rollouts)
     if not values:
         raise ConfigError("No held-out trajectory reaches the middle of a length bin; give longer ones.")
-    all_values, all_lengths, all_owners = (np.concatenate(x) for x in (values, lengths, owners))
-    bins = np.minimum(-(-all_lengths // schedule.page_size) // schedule.bin_pages, len(schedule.pages) - 1)
-    found = [
-        tail_stats(all_values[bins == i].astype(np.float64), all_owners[bins == i], edges[i], edges[i + 1], tail)
-        if (bins == i).any()
-        else None
-        for i in range(len(schedule.pages))
-    ]
-    return Continuations(tuple(found), len(all_values), read / held if held else 1.0)
+    bins = stats_by_bin(schedule, values, lengths, owners, tail)
+    return Continuations(bins, sum(len(v) for v in values), read / held if held else 1.0)
 
 
 def _starts(edges: Sequence[int], num_tokens: int) -> list[int]:
@@ -110,13 +102,3 @@ def _alpha(
     return continuation_acceptance(
         policy, group.prompt.token_ids, prefix, rollout.token_ids, backend, plan, temperature=temperature
     )
-
-
-def closest_schedule(schedule: BudgetSchedule, budgets: Sequence[int], num_bins: int, bin_pages: int) -> list[int]:
-    """Rungs of a ladder that a known schedule suggests: per bin, the first budget that is not below the schedule's at its end."""
-    rungs = []
-    for i in range(num_bins):
-        length = ((i + 1) * bin_pages - 1) * schedule.page_size
-        wanted = schedule.budget(length)
-        rungs.append(next((r for r, p in enumerate(budgets) if p >= wanted), len(budgets) - 1))
-    return rungs

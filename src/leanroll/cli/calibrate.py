@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Calibrate; returns the exit code."""
     config = load_config(CalibrateConfig, arguments.recipe, [*overrides, *_shorthands(arguments)])
     settings = config.calibrate
+    _reject_inert(config, [key for key, _ in overrides])
     paths = _texts(settings.texts)
 
     from leanroll.calibrate.run import Calibration, check_settings
@@ -83,6 +84,22 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         write_calibration_report(folder, folder / "report.html")
     _print(summary, folder)
     return 0
+
+
+def _reject_inert(config: CalibrateConfig, keys: list[str]) -> None:
+    """Raise ConfigError for options given that do nothing here. What a training recipe sets besides is left aside."""
+    because = {
+        "rollout.schedule": "the schedule is what is made",
+        "rollout.scorer": "the scorer is calibrate.scorer",
+    }
+    if config.calibrate.texts:
+        reason = "calibrate.texts are scored in place and no task is asked"
+        because |= {k: reason for k in keys if k.startswith("task.") or k == "rollout.max_completion_length"}
+    elif "windows_per_file" in config.calibrate.model_fields_set:
+        raise ConfigError("calibrate.windows_per_file is set but has no effect without calibrate.texts; remove it.")
+    for key in keys:
+        if key in because:
+            raise ConfigError(f"{key} has no effect, because {because[key]}; leave it out.")
 
 
 def _shorthands(arguments: argparse.Namespace) -> list[tuple[str, str]]:

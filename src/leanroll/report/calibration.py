@@ -13,15 +13,14 @@ from typing import Any
 from leanroll.errors import ResumeError
 from leanroll.report.layout import page, table
 from leanroll.report.plots import figure_png, new_figure
-from leanroll.rundir import ENVIRONMENT, write_text
+from leanroll.rundir import CALIBRATION, ENVIRONMENT, write_text
 
-SUMMARY = "calibration.json"
 _MEASURED = (("fit", "fitted on", "o"), ("held_out", "held out", "s"), ("continuations", "sparse continuations", "^"))
 
 
 def is_calibration(folder: Path) -> bool:
     """Whether a folder was written by `leanroll calibrate`."""
-    return (folder / SUMMARY).is_file()
+    return (folder / CALIBRATION).is_file()
 
 
 def write_calibration_report(folder: Path, output: Path) -> None:
@@ -30,7 +29,7 @@ def write_calibration_report(folder: Path, output: Path) -> None:
     Raises:
         ResumeError: no target is finished. ConfigError: matplotlib is not installed.
     """
-    summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    summary = json.loads((folder / CALIBRATION).read_text(encoding="utf-8"))
     targets = summary["targets"]
     if not targets:
         raise ResumeError(f"Calibration {str(folder)!r} has no finished target yet.")

@@ -109,8 +109,11 @@ class BudgetSchedule:
 
     def budgets(self, lengths: np.ndarray) -> np.ndarray:
         """`budget` for an integer array of lengths; int32, same shape."""
-        bins = np.minimum(-(-lengths // self.page_size) // self.bin_pages, len(self.pages) - 1)
-        return np.asarray(self.pages, dtype=np.int32)[bins]
+        return np.asarray(self.pages, dtype=np.int32)[self.bins(lengths)]
+
+    def bins(self, lengths: np.ndarray) -> np.ndarray:
+        """Index of the length bin, and so of the budget in `pages`, for an integer array of lengths; same shape."""
+        return np.minimum(-(-lengths // self.page_size) // self.bin_pages, len(self.pages) - 1)
 
     def to_json(self) -> str:
         """The JSON text that `load` reads back."""
