@@ -9,7 +9,7 @@ import pytest
 from leanroll.kernels.cpu import available_isas, use_isa
 
 
-@pytest.fixture(params=("avx512_bf16", "avx2", "portable"), scope="module")
+@pytest.fixture(params=("amx_bf16", "avx512_bf16", "avx2", "portable"), scope="module")
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in available_isas():
         pytest.skip(f"this machine has no {request.param}")

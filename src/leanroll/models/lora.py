@@ -1,9 +1,10 @@
 """Forward and backward of peft's LoRA linear layers in less memory and fewer passes.
 
 peft widens the input of every adapted layer to the adapter's dtype and keeps that copy for the backward: with fp32 adapters on
-a bf16 model, about half of an update's activations. Here the input is kept once, in its own dtype, shared by the layers that
-read it, and widened again in the backward. The rounding is peft's: the base product to the input's dtype, the adapter in its
-own, their sum back to the input's.
+a bf16 model, about half of an update's activations and of its time. Here the input is kept once, in its own dtype, shared by the
+layers that read it. On a bf16 model the adapter's weights are fp32, its products bf16, as under autocast: sums are fp32 inside a
+product, and what the base product rounds to bf16 anyway is rounded once, adapter included. In other dtypes the rounding is
+peft's: the base product to the input's dtype, the adapter in its own, their sum back to the input's.
 
 Legend: T rows, K input width, N output width, r rank.
 """
@@ -89,6 +90,11 @@ def _plain_adapter(layer: LoraLinear, x: Tensor) -> str | None:
     return name if plain else None
 
 
+def _product_dtype(x: torch.dtype, adapter: torch.dtype) -> torch.dtype:
+    """float16 has too small a range for gradients that nobody scales."""
+    return x if x is torch.bfloat16 else adapter
+
+
 class _LoraProduct(torch.autograd.Function):
     """x Wᵀ + bias + scaling · (x Aᵀ) Bᵀ, with a frozen W and bias."""
 
@@ -97,9 +103,9 @@ class _LoraProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         """x [..., K], weight [N, K], a [r, K] and b [N, r] in float32 or wider → [..., N] in x's dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows.to(a.dtype) @ a.T
-        out = F.linear(rows, weight, bias).to(a.dtype).addmm_(low, b.T, alpha=scaling).to(x.dtype)
+        rows, inner = x.reshape(-1, x.shape[-1]), _product_dtype(x.dtype, a.dtype)
+        low = rows.to(inner) @ a.to(inner).T
+        out = F.linear(rows, weight, bias).to(inner).addmm_(low, b.to(inner).T, alpha=scaling).to(x.dtype)
         # `low` is r numbers per row, the input none beyond what autograd keeps anyway: it is the very tensor.
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scaling = scaling
@@ -110,17 +116,17 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
-        grad = grad.reshape(-1, grad.shape[-1])
-        wide = grad.to(a.dtype)
+        grad, inner = grad.reshape(-1, grad.shape[-1]), low.dtype
+        wide = grad.to(inner)
         grad_x = grad_a = grad_b = None
         if need_b:
-            grad_b = (wide.T @ low).mul_(ctx.scaling)
+            grad_b = (wide.T @ low).to(b.dtype).mul_(ctx.scaling)
         if need_x or need_a:
-            grad_low = (wide @ b).mul_(ctx.scaling)
+            grad_low = (wide @ b.to(inner)).mul_(ctx.scaling)
             if need_a:
-                grad_a = grad_low.T @ x.reshape(-1, x.shape[-1]).to(a.dtype)
+                grad_a = (grad_low.T @ x.reshape(-1, x.shape[-1]).to(inner)).to(a.dtype)
             if need_x:
-                grad_x = (grad @ weight).to(a.dtype).addmm_(grad_low, a).to(x.dtype).view(x.shape)
+                grad_x = (grad @ weight).to(inner).addmm_(grad_low, a.to(inner)).to(x.dtype).view(x.shape)
         return grad_x, None, None, grad_a, grad_b, None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from leanroll.errors import BackendUnavailable, UserError
 
 ISA_VARIABLE = "LEANROLL_CPU_ISA"
-"""Environment variable that forces an instruction set: portable, avx2 or avx512_bf16."""
+"""Environment variable that forces an instruction set: portable, avx2, avx512_bf16 or amx_bf16."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 

@@ -139,6 +139,9 @@ struct FinishArgs {
   int n;
 };
 
+// Inputs are multiplied up to 16 at a time.
+inline int prepared_rows(int M) { return (M + 15) / 16 * 16; }
+
 struct IsaTable {
   const char* name;
   void (*attend)(DType kv, const AttendArgs&);
@@ -148,7 +151,7 @@ struct IsaTable {
   // Of one (page, KV head), all S keys of which are cached. memory: pack_scratch(D) floats.
   void (*landmark)(DType kv, const Scorer&, const void* page, void* out, int S, int D, float* memory);
   void (*convert)(DType from, const void* src, DType to, void* dst, int64_t n);
-  // Lays x[M, K] out for `dot` against weights of a dtype.
+  // Lays x[M, K] out for `dot` against weights of a dtype. dst: rows of dst_stride bytes, as many as `prepared_rows` says.
   void (*prepare_rows)(DType x, const void* src, DType w, void* dst, int64_t dst_stride, int M, int K);
   void (*dot)(const DotArgs&);
   void (*expand)(const ExpandArgs&);
@@ -165,6 +168,9 @@ const IsaTable* portable_table();
 #ifdef LEANROLL_X86
 const IsaTable* avx2_table();
 const IsaTable* avx512_table();
+#endif
+#ifdef LEANROLL_AMX
+const IsaTable* amx_table();
 #endif
 
 // Instruction sets this machine can run, best first.

@@ -92,12 +92,12 @@ void linear_group(DType dtype, const void* x, int M, int K, const Linear* linear
       if (part.linear->lora_a) low += static_cast<int64_t>(M) * pad_dim(part.linear->rank);
     }
   }
-  char* memory = static_cast<char*>(scratch(kRows, 2 * M * row_bytes(K)));
+  char* memory = static_cast<char*>(scratch(kRows, 2 * prepared_rows(M) * row_bytes(K)));
   const char* rows = prepared(dtype, x, dtype, M, K, memory);
   const char* adapter_rows[2] = {rows, rows};
   const DType other = dtype == DType::f32 ? DType::bf16 : DType::f32;
   if (adapters[static_cast<int>(other)])
-    adapter_rows[static_cast<int>(other)] = prepared(dtype, x, other, M, K, memory + M * row_bytes(K));
+    adapter_rows[static_cast<int>(other)] = prepared(dtype, x, other, M, K, memory + prepared_rows(M) * row_bytes(K));
 
   if (weight_bytes < kSerialBytes) threads = 1;
   std::vector<std::atomic<int64_t>> stretches(static_cast<size_t>(threads));
