@@ -37,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     policy = load_policy("smollm2-135m")
     trajectories = from_texts(
-        options.texts, policy.tokenizer, max_tokens=options.max_tokens, min_tokens=options.max_tokens, per_file=2, seed=0
+        options.texts,
+        policy.tokenizer,
+        max_tokens=options.max_tokens,
+        min_tokens=options.max_tokens,
+        per_file=2,
+        seed=0,
     )[: options.trajectories]
     template = BudgetSchedule("cost", bin_pages=options.bin_pages, scorer=options.scorer)
     num_bins = options.max_tokens // (options.bin_pages * template.page_size)
@@ -50,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
     def search(name: str) -> Search:
-        runner = PassRunner(
-            policy, policy.spec, get_backend(), options.work_dir / name, kv_dtype=policy.dtype
-        )
+        runner = PassRunner(policy, policy.spec, get_backend(), options.work_dir / name, kv_dtype=policy.dtype)
         return Search(runner, template, ladder, trajectories, say=progress)
 
     sweep = search("sweep")
     sweep.sweep(range(len(ladder.pages) - 1))
-    guess = [next(r for r, p in enumerate(ladder.pages) if 6 * p >= (i + 1) * options.bin_pages) for i in range(num_bins)]
+    guess = [
+        next(r for r, p in enumerate(ladder.pages) if 6 * p >= (i + 1) * options.bin_pages) for i in range(num_bins)
+    ]
     results = []
     for target in options.targets:
         fit = search(f"search-{target:g}").fit(target, guess)  # each from nothing
@@ -76,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "saved": round(sweep.runner.seconds / fit.seconds, 2),
             }
         )
-    print_result("calibration_cost", {"max_tokens": options.max_tokens, "trajectories": len(trajectories), "targets": results})
+    print_result(
+        "calibration_cost", {"max_tokens": options.max_tokens, "trajectories": len(trajectories), "targets": results}
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--length", type=int, default=8192, help="tokens in the cache, the current one included")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--budget", type=int, default=64, help="pages read by the sparse kernel, reserved ones included")
+    parser.add_argument(
+        "--budget", type=int, default=64, help="pages read by the sparse kernel, reserved ones included"
+    )
     parser.add_argument("--scorers", nargs="+", default=["mean"], choices=scorer_names(), help="page scorers to time")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layout", choices=("prompt", "grown", "random"), default="prompt")
@@ -63,7 +65,9 @@ class Case:
         shape = (args.layers, pool, args.kv_heads, args.page_size, args.head_dim)
         k, v = (allocate(shape, dtype, cpu) for _ in range(2))
         numbers = torch.randn(2, *shape[1:], generator=generator).to(dtype)
-        for i in range(args.layers):  # layers differ in their order of pages; what a page holds does not change the time
+        for i in range(
+            args.layers
+        ):  # layers differ in their order of pages; what a page holds does not change the time
             order = torch.randperm(pool, generator=generator)
             k[i], v[i] = numbers[0, order], numbers[1, order]
         pages = torch.arange(pool, dtype=torch.int32)
@@ -92,14 +96,18 @@ class Case:
         return backend.decode_layer(self.q, self.k, self.v, layer, self.batch, scorer, self.scale)
 
 
-def check_correct(case: Case, backend: KernelBackend, dtype: torch.dtype, layer: PagedLayer, scorer: Scorer | None) -> None:
+def check_correct(
+    case: Case, backend: KernelBackend, dtype: torch.dtype, layer: PagedLayer, scorer: Scorer | None
+) -> None:
     """Stop the benchmark when the kernel does not agree with the reference."""
     bound = 6e-3 if dtype == torch.bfloat16 else 1e-5
     expected = case.step(get_backend("reference"), layer, scorer).double()
     actual = case.step(backend, layer, scorer).double()
     error = float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     if not error <= bound:
-        sys.exit(f"{scorer.name if scorer else 'dense'} kernel is wrong: relative RMS error {error:.1e}, bound {bound:.0e}")
+        sys.exit(
+            f"{scorer.name if scorer else 'dense'} kernel is wrong: relative RMS error {error:.1e}, bound {bound:.0e}"
+        )
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -166,7 +174,17 @@ def main() -> None:
         "isas": list(available_isas()),
         "shape": {
             name: getattr(args, name)
-            for name in ("sequences", "kv_heads", "group", "head_dim", "length", "page_size", "budget", "dtype", "layout")
+            for name in (
+                "sequences",
+                "kv_heads",
+                "group",
+                "head_dim",
+                "length",
+                "page_size",
+                "budget",
+                "dtype",
+                "layout",
+            )
         },
         "layers": args.layers,
         "repeats": args.repeats,
@@ -183,7 +201,9 @@ def main() -> None:
     for scorer in scorers:
         score, select, step = (median[f"{part} {scorer.name}"] * 1e6 for part in ("score", "select", "step"))
         faster = by_scorer[scorer.name]["dense_over_step"]
-        print(f"{scorer.name:12s} {score:9.1f} us score, {select:7.1f} select, {step:7.1f} whole step, {faster}x faster than dense")
+        print(
+            f"{scorer.name:12s} {score:9.1f} us score, {select:7.1f} select, {step:7.1f} whole step, {faster}x faster than dense"
+        )
     print(
         f"read {bandwidth / 1e9:.1f} GB/s · dense {result['dense_gb_s']} GB/s ({result['dense_share_of_read']:.0%}) · "
         f"selected pages {result['dense_over_attend']}x faster"

@@ -1,7 +1,7 @@
 """Does training on sparse rollouts learn as much as on dense ones? `ifollow`, the default model, several seeds.
 
     python -m benchmarks.rl_ifollow [--work-dir runs/rl_ifollow] [--seeds 0 1 2] [--steps N] [--prompts 1000]
-    [--report FILE]
+    [--report FILE] [--plot FILE]
 
 Trains recipes/ifollow_sparse.toml and recipes/ifollow_dense.toml per seed, then evaluates the base model and every
 final policy on the same held-out prompts (unseen topics and parameters, some unseen kinds) with the same draws and
@@ -22,11 +22,15 @@ import numpy as np
 from benchmarks._common import print_result, progress
 from benchmarks._rl import final_adapter, finish_run, mean_of
 from leanroll.config import EvaluateConfig, load_config
+from leanroll.report.plots import new_figure
 from leanroll.rundir import RunDir, read_jsonl, write_json, write_jsonl, write_text
 from leanroll.tasks.metrics import Interval, bootstrap_mean, paired_difference
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 METHODS = ("sparse", "dense")
+ROUND = 4
+"""Steps in which every trained kind of constraint comes up once."""
+TASK_REWARD = "reward/ifollow"
 
 CHUNK = 100
 """Held-out prompts per call and per line of progress; a broken-off evaluation repeats at most these."""
@@ -103,7 +107,9 @@ def compare(base: Rewards, finals: dict[str, list[Rewards]]) -> dict[str, Any]:
         rows = base.seen == wanted
         if rows.any():
             part = {"base": base.rewards, **means}
-            result[label] = {k: round(float(np.nanmean(v[rows])), 4) for k, v in part.items()} | {"prompts": int(rows.sum())}
+            result[label] = {k: round(float(np.nanmean(v[rows])), 4) for k, v in part.items()} | {
+                "prompts": int(rows.sum())
+            }
     return result
 
 
@@ -111,24 +117,41 @@ def _interval(interval: Interval) -> dict[str, float]:
     return {"mean": round(interval.mean, 4), "low": round(interval.low, 4), "high": round(interval.high, 4)}
 
 
-def report(result: dict[str, Any], base: Rewards, finals: dict[str, list[Rewards]], runs: dict[str, list[RunDir]]) -> str:
+def report(
+    result: dict[str, Any], base: Rewards, finals: dict[str, list[Rewards]], runs: dict[str, list[RunDir]]
+) -> str:
     """Markdown: the comparison, the reward curves, and the table by kind."""
-    lines = ["# RL on `ifollow`: sparse against dense rollouts", "", "| | held-out reward | 95 % interval |", "|---|---|---|"]
+    lines = [
+        "# RL on `ifollow`: sparse against dense rollouts",
+        "",
+        "| | held-out reward | 95 % interval |",
+        "|---|---|---|",
+    ]
     for key in ("base", "sparse", "dense", "sparse_gain", "dense_gain", "sparse_minus_dense"):
         row = result[key]
         lines.append(f"| {key.replace('_', ' ')} | {row['mean']:.3f} | {row['low']:.3f} … {row['high']:.3f} |")
-    lines += ["", "## Training reward by step, mean over seeds", ""]
-    lines += ["| step | sparse | dense | sparse alpha p05 | sparse KV read |", "|---|---|---|---|---|"]
-    records = {method: [run.read_metrics() for run in group] for method, group in runs.items()}
-    for step in range(1, min(len(r) for group in records.values() for r in group)):
-        row = {m: [r[step] for r in group] for m, group in records.items()}
-        alphas = [r["alpha/p05"] for r in row["sparse"] if "alpha/p05" in r]
-        alpha = f"{np.mean(alphas):.3f}" if alphas else ""
-        lines.append(
-            f"| {step} | {mean_of(row['sparse'], 'reward/mean'):.3f} | {mean_of(row['dense'], 'reward/mean'):.3f} "
-            f"| {alpha} | {mean_of(row['sparse'], 'kv_share_read'):.2f} |"
-        )
-    lines += ["", "## Held-out reward by kind", "", "| kind | prompts | base | sparse | dense |", "|---|---|---|---|---|"]
+    lines += ["", f"## Training reward, means of {ROUND} steps (a round of all kinds) over all seeds", ""]
+    lines += ["| steps | sparse | dense | sparse alpha p05 | sparse KV read | tokens per completion, sparse | dense |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    records = {method: [_steps(run) for run in group] for method, group in runs.items()}
+    for start in range(0, _num_steps(runs), ROUND):
+        rows = {m: [r for steps in group for r in steps[start : start + ROUND]] for m, group in records.items()}
+        alphas = [r["alpha/p05"] for r in rows["sparse"] if "alpha/p05" in r]
+        cells = [
+            f"{start + 1}–{min(start + ROUND, _num_steps(runs))}",
+            *(f"{mean_of(rows[m], TASK_REWARD):.3f}" for m in METHODS),
+            f"{np.mean(alphas):.3f}" if alphas else "",
+            f"{mean_of(rows['sparse'], 'kv_share_read'):.2f}",
+            *(f"{mean_of(rows[m], 'completion_length/mean'):.0f}" for m in METHODS),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "## Held-out reward by kind",
+        "",
+        "| kind | prompts | base | sparse | dense |",
+        "|---|---|---|---|---|",
+    ]
     for kind in sorted(set(base.kinds)):
         rows = base.kinds == kind
         values = [np.nanmean(base.rewards[rows])]
@@ -138,6 +161,39 @@ def report(result: dict[str, Any], base: Rewards, finals: dict[str, list[Rewards
     return "\n".join(lines) + "\n"
 
 
+def _steps(run: RunDir) -> list[dict[str, Any]]:
+    return [r for r in run.read_metrics() if r["step"] > 0]
+
+
+def _num_steps(runs: dict[str, list[RunDir]]) -> int:
+    return min(len(_steps(run)) for group in runs.values() for run in group)
+
+
+def plot(runs: dict[str, list[RunDir]], path: Path) -> None:
+    """Task reward over steps, smoothed over a round of all kinds: every seed thin, the mean bold; and sparse alpha."""
+    figure = new_figure(9.0, 3.4)
+    reward, alpha = figure.subplots(1, 2)
+    steps = np.arange(ROUND, _num_steps(runs) + 1)
+    for method, colour in zip(METHODS, ("tab:blue", "tab:orange"), strict=True):
+        curves = []
+        for run in runs[method]:
+            values = np.array([r[TASK_REWARD] for r in _steps(run)[: steps[-1]]])
+            curves.append(np.convolve(values, np.full(ROUND, 1 / ROUND), mode="valid"))
+            reward.plot(steps, curves[-1], color=colour, linewidth=0.7, alpha=0.5)
+        reward.plot(steps, np.mean(curves, axis=0), color=colour, linewidth=2, label=f"{method} rollouts")
+    for seed, run in enumerate(runs["sparse"]):
+        points = [(r["step"], r["alpha/p05"]) for r in _steps(run) if "alpha/p05" in r]
+        alpha.plot(*zip(*points, strict=True), marker=".", linewidth=1, label=f"run {seed + 1}")
+    alpha.axhline(0.86, color="grey", linestyle="--", linewidth=1, label="0.86")
+    reward.set_title(f"training reward, means of {ROUND} steps", fontsize=10)
+    alpha.set_title("sparse rollouts: 5th percentile of acceptance", fontsize=10)
+    for axes in (reward, alpha):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line of the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,7 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="steps per run (default: the recipes')")
     parser.add_argument("--prompts", type=int, default=1000, help="held-out prompts of the final evaluation")
-    parser.add_argument("--report", type=Path, help="Markdown file for curves and tables (default: in the work directory)")
+    parser.add_argument(
+        "--report", type=Path, help="Markdown file for curves and tables (default: in the work directory)"
+    )
+    parser.add_argument("--plot", type=Path, help="SVG or PNG file of the curves (default: in the work directory)")
     options = parser.parse_args(arguments)
     folder = options.work_dir / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     write_json(options.work_dir / "result.json", result)
     write_text(options.report or options.work_dir / "report.md", report(result, base, finals, runs))
+    plot(runs, options.plot or options.work_dir / "curves.svg")
     print_result("rl_ifollow", result)
 
 
