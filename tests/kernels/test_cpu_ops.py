@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from leanroll.errors import RolloutError, UserError
-from leanroll.kernels.cpu import LoraWeights, linear_group, rms_norm, rope, sample_rows, silu_mul
+from leanroll.kernels.cpu import LoraWeights, linear_group, rms_norm, rope, sample_rows, silu_mul, wide_products
 from leanroll.kernels.reference import ReferenceBackend
 from tests.assertions import assert_close
 
@@ -60,6 +60,24 @@ def test_linear_group(
     for row in range(rows):  # a row's result is its own
         alone = linear_group(x[row : row + 1], weights, biases, lora)
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(actual, alone, strict=True))
+
+
+@given(rows=st.integers(1, 150), width=st.integers(1, 200), size=st.integers(1, 100))
+def test_wide_products_keep_what_was_accumulated(rows: int, width: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(rows * 1000 + width)
+    x = torch.randn(rows, width, generator=generator).bfloat16()
+    weight = torch.randn(size, width, generator=generator).bfloat16()
+    out = torch.full((rows, size), torch.nan)
+    assert wide_products(x, weight, out) is out
+    assert_close(out, x.float() @ weight.float().T, scale=width**0.5)
+
+
+def test_wide_products_refuses() -> None:
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+    with pytest.raises(UserError, match="out is"):
+        wide_products(x, weight, torch.empty(4, 3, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="weight is"):
+        wide_products(x, weight.float(), torch.empty(4, 3))
 
 
 def test_linear_group_reads_only_its_weights() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanroll.errors import ConfigError, UserError
+from leanroll.kernels.cpu import has_tiles, wide_products
 
 CHUNK_BYTES = 100 * 2**20
 """Float32 logits of one chunk: 530 rows at a vocabulary of 49,152."""
@@ -94,11 +95,14 @@ class _Tempered:
     head: Head
     temperature: float
     wide_weight: Tensor | None = None
+    tiles: bool = False
 
     @classmethod
     def of(cls, head: Head, temperature: float, num_rows: int) -> _Tempered:
         """Off the GPU, where products of bfloat16 come out in bfloat16, the weight is widened once and not in every chunk."""
         weight = head.weight
+        if weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and has_tiles():
+            return cls(head, float(temperature), tiles=True)
         small = 4 * weight.numel() <= WIDE_BYTES and num_rows > 0
         if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda and small:
             return cls(head, float(temperature), weight.detach().float())
@@ -107,7 +111,11 @@ class _Tempered:
     def logits(self, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
         """Tempered logits [n, V] of rows [n, H], in a tensor of their own or at the start of the buffer [>= n, V]."""
         head = self.head
-        if self.wide_weight is None:
+        if self.tiles and hidden.dtype is torch.bfloat16:
+            size = (hidden.shape[0], head.weight.shape[0])
+            out = torch.empty(size, dtype=torch.float32) if buffer is None else buffer[: hidden.shape[0]]
+            x = wide_products(hidden.detach(), head.weight.detach(), out)
+        elif self.wide_weight is None:
             x = head.project(hidden)
         else:
             x = torch.mm(hidden.float(), self.wide_weight.T, out=None if buffer is None else buffer[: hidden.shape[0]])

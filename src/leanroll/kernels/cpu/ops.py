@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leanroll.errors import RolloutError, UserError
+from leanroll.errors import BackendUnavailable, RolloutError, UserError
 from leanroll.kernels.cpu.native import check, dtype_code, native
 
 
@@ -74,6 +74,35 @@ def linear_group(
         dtype_code(outputs[0], "out_dtype"), torch.get_num_threads(),
     )  # fmt: skip
     return outputs
+
+
+def has_tiles() -> bool:
+    """Whether `wide_products` beats a float32 product of widened factors: the extension is built and uses AMX."""
+    try:
+        return bool(native().isa() == "amx_bf16")
+    except BackendUnavailable:
+        return False
+
+
+def wide_products(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out = x W^T of bfloat16 factors, accumulated and kept in float32, for any number of rows.
+
+    Args:
+        x: [M, K] bfloat16. weight: [N, K] bfloat16. out: [M, N] float32, contiguous, overwritten.
+
+    Raises:
+        UserError: shapes or dtypes that do not fit.
+    """
+    module, x = native(), x.contiguous()
+    (rows, width), size = x.shape, weight.shape[0]
+    source = check(x, "x", (rows, width), torch.bfloat16)
+    address = check(weight, "weight", (size, width), torch.bfloat16)
+    target = check(out, "out", (rows, size), torch.float32)
+    for first in range(0, rows, module.MAX_LINEAR_ROWS):
+        count = min(module.MAX_LINEAR_ROWS, rows - first)
+        item = (address, 0, size, 0, 0, 0, 0, 0.0, target + 4 * first * size)
+        module.linear_group(1, source + 2 * first * width, count, width, [item], 0, torch.get_num_threads())
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, float_weight: bool = False) -> Tensor:
