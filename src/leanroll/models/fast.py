@@ -25,9 +25,9 @@ from leanroll.models.policy import Policy
 from leanroll.models.verify import CausalContext
 
 _ROPE = "apply_rotary_pos_emb"
-# Relative RMS of a module's output. Both sides accumulate in fp32 (or better) and round at the same places, so one unit in the
-# last place of bf16 is what is left.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+# Relative RMS of a module's output. Both sides accumulate in fp32 (or better). In bf16 one unit in the last place is left, and with
+# an adapter another one: its products are fp32 here and bf16 in the module (`models/lora.py`).
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 # The same for the final hidden states of a step: the differences of all layers.
 _STEP_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
