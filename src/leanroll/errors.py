@@ -19,6 +19,10 @@ class ConfigError(UserError):
     """A recipe, override, schedule or task definition is wrong."""
 
 
+class MissingExtra(ConfigError):
+    """Something was asked for that needs a package of an extra, which is not installed."""
+
+
 class ModelError(UserError):
     """A model or tokenizer cannot be loaded, or is of a kind that is not supported."""
 

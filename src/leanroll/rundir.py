@@ -3,11 +3,13 @@
 runs/quickstart-20260102-030405/
   config.toml             the resolved recipe; `leanroll rl config.toml` starts the same run again
   environment.json        versions, hardware, git commit, command line
+  schedule.json           the budget schedule in force
   metrics.jsonl           one flat record per step (names and units: leanroll.rundir_metrics)
   rollouts/step-000012.jsonl    completions of that step
   eval/step-000012.json         held-out evaluation
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
+  report.html             the page of `leanroll report`
   .lock                         held while a process trains here (leanroll.rundir_lock)
 """
 
@@ -30,6 +32,8 @@ from leanroll.rundir_metrics import check_record
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+SCHEDULE = "schedule.json"
+REPORT = "report.html"
 CALIBRATION = "calibration.json"
 """Summary that makes a folder one of `leanroll calibrate`."""
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"

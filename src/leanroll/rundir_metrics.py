@@ -79,7 +79,17 @@ SCHEMA: dict[str, Metric] = {
     "is_clipped_share": Metric(
         "share", "Tokens whose correction weight was capped or masked (would have been, with mode off)."
     ),
-    "sampler_kl": Metric("nats", "Mean estimated KL of the sampler to the policy per token."),
+    "sampler_kl": Metric("nats", "KL(q_sampler ‖ p_old) per token, by the estimator k3: mean of r - log r - 1."),
+    # mismatch by completion position, over the tokens that entered the loss; r = p_old / q_sampler. The first token of a
+    # completion has position 0; <start> is the first position of a bin of measure.bin_tokens.
+    "mismatch/pos_<start>/kl": Metric(
+        "nats", "KL(q_sampler ‖ p_old) per token, by the estimator k3: mean of r - log r - 1, positions from <start>."
+    ),
+    "mismatch/pos_<start>/ratio_mean": Metric("1", "Mean of the correction ratio r, positions from <start>."),
+    "mismatch/pos_<start>/ratio_p05": Metric("1", "5th percentile of r, positions from <start>."),
+    "mismatch/pos_<start>/ratio_p50": Metric("1", "Median of r, positions from <start>."),
+    "mismatch/pos_<start>/ratio_p95": Metric("1", "95th percentile of r, positions from <start>."),
+    "mismatch/pos_<start>/tokens": Metric("tokens", "Trained tokens at positions from <start>, counted once."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),
@@ -116,24 +126,30 @@ SCHEMA: dict[str, Metric] = {
 
 
 @functools.cache
-def _families() -> tuple[tuple[re.Pattern[str], Metric], ...]:
+def _families() -> tuple[tuple[re.Pattern[str], str], ...]:
     found = []
-    for name, metric in SCHEMA.items():
+    for name in SCHEMA:
         if "<" in name:
             literal = re.split(r"<\w+>", name)
-            found.append((re.compile(r"[^/]+".join(re.escape(part) for part in literal)), metric))
+            found.append((re.compile(r"[^/]+".join(re.escape(part) for part in literal)), name))
     return tuple(found)
 
 
 @functools.cache
+def schema_name(name: str) -> str | None:
+    """The entry of the schema that covers a metric: `time/rollout_s` → `time/<phase>_s`; None when there is none."""
+    if name in SCHEMA and "<" not in name:
+        return name
+    for pattern, family in _families():
+        if pattern.fullmatch(name):
+            return family
+    return None
+
+
 def describe_metric(name: str) -> Metric | None:
     """Unit and meaning of a metric, None when the schema does not know it."""
-    if name in SCHEMA and "<" not in name:
-        return SCHEMA[name]
-    for pattern, metric in _families():
-        if pattern.fullmatch(name):
-            return metric
-    return None
+    entry = schema_name(name)
+    return None if entry is None else SCHEMA[entry]
 
 
 def is_timing(name: str) -> bool:

@@ -94,7 +94,7 @@ def test_table_and_page(finished: Path) -> None:
     assert {r["target"] for r in rows} == {None, 0.8, 0.9}
     assert all(r["tail_low"] <= r["tail"] <= r["tail_high"] <= 1.0 + 1e-6 for r in rows if r["num_tokens"] > 50)
     page = (finished / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 1 + 2 * 2 + 2, "schedules; per target tail and distribution; budgets"
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 

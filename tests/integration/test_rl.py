@@ -88,6 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rl__num_iterations": 2,
         "rl__beta": 0.1,
         "rl__delta": 2.0,
+        "measure__bin_tokens": 8,
     },
     "all weights in bf16 with a reference": {
         "adapter__type": "none",
@@ -133,6 +134,12 @@ def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
         assert 0 < records[1]["truncated_share"] < 1
         assert 0 < records[1]["trained_tokens"] < records[1]["generated_tokens"]
         assert 0 < records[1]["alpha/paper_p05"] <= records[1]["alpha/paper_p05_low"] <= records[1]["alpha/paper_p05_high"]
+    by_position = {name: value for name, value in records[1].items() if name.startswith("mismatch/pos_")}
+    counts = {name: value for name, value in by_position.items() if name.endswith("/tokens")}
+    assert sum(counts.values()) == records[1]["trained_tokens"], "masked tokens and further passes do not count"
+    total = sum(by_position[name.replace("/tokens", "/kl")] * count for name, count in counts.items())
+    assert total / records[1]["trained_tokens"] == pytest.approx(records[1]["sampler_kl"], abs=1e-9)
+    assert len(counts) == (2 if "measure__bin_tokens" in changes else 1)
     if changes.get("rl__num_iterations", 1) > 1:
         assert last["approx_kl"] > 0
     if changes.get("adapter__type") == "none":
@@ -251,7 +258,10 @@ def test_gradient_does_not_depend_on_micro_batches(model: Path, tmp_path: Path) 
         rl.run(tiny_recipe(model, run, train__steps=1, train__micro_batch_tokens=tokens), quiet=True)
         state = trainer_state(run)["optimizer"]["adamw"]["state"]
         moments.append(torch.cat([s["exp_avg"].flatten() for s in state.values()]))
-    assert metrics(tmp_path / "4096")[1]["trained_tokens"] == metrics(tmp_path / "160")[1]["trained_tokens"]
+    whole, cut = (metrics(tmp_path / tokens)[1] for tokens in ("4096", "160"))
+    assert whole["trained_tokens"] == cut["trained_tokens"]
+    by_position = {name: value for name, value in whole.items() if name.startswith("mismatch/")}
+    assert by_position == pytest.approx({name: cut[name] for name in by_position}, rel=1e-3, abs=1e-6)
     scale = moments[0].norm()
     assert scale > 0
     assert (moments[0] - moments[1]).norm() < 1e-5 * scale

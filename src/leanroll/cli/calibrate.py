@@ -16,7 +16,7 @@ from leanroll.config import CalibrateConfig, load_config, to_toml
 from leanroll.config.resolved import changed_options, read_resolved
 from leanroll.environment import describe
 from leanroll.errors import ConfigError, ResumeError
-from leanroll.rundir import CONFIG, ENVIRONMENT, write_json, write_text
+from leanroll.rundir import CONFIG, ENVIRONMENT, REPORT, write_json, write_text
 from leanroll.rundir_lock import LOCK, run_lock
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
                 progress=advance,
             )
             summary = calibration.run(fitting, held_out)
-        write_calibration_report(folder, folder / "report.html")
+        write_calibration_report(folder, folder / REPORT)
     _print(summary, folder)
     return 0
 

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Write the page; returns the exit code."""
     from leanroll.report import is_calibration, write_calibration_report, write_report
-    from leanroll.rundir import RunDir
+    from leanroll.rundir import REPORT, RunDir
 
     run_dir = RunDir.open(arguments.run_dir)
-    output = check_output(arguments.output or str(run_dir.path / "report.html"))
+    output = check_output(arguments.output or str(run_dir.path / REPORT))
     if is_calibration(run_dir.path):
         write_calibration_report(run_dir.path, output)
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from leanroll.config import RLConfig, load_config
-from leanroll.errors import ConfigError, ResumeError
-from leanroll.rundir import RunDir
+from leanroll.errors import ConfigError, MissingExtra, ResumeError
+from leanroll.report import write_report
+from leanroll.rundir import REPORT, RunDir
 
 HELP = "Train a policy with verifiable rewards: rollouts, rewards, scoring, updates, as the recipe says."
 SCHEMA = RLConfig
@@ -53,5 +55,15 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     config = read_config(arguments.recipe, arguments.resume, overrides)
     from leanroll.train import rl
 
-    summary = rl.run(config, resume=arguments.resume)
+    summary = rl.run(config, resume=arguments.resume, at_end=write_page)
     return EXIT_INTERRUPTED if summary.interrupted else 0
+
+
+def write_page(run: RunDir, say: Callable[[str], None]) -> None:
+    """Write the run's page, or say why there is none; without a finished step there is nothing to show."""
+    if not run.read_metrics():
+        return
+    try:
+        write_report(run, run.path / REPORT)
+    except MissingExtra as error:
+        say(f"No {REPORT} written. {error}")

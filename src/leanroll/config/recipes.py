@@ -211,7 +211,7 @@ INERT_RULES = (
         "adapter.path continues an adapter that has its own",
     ),
     InertRule(
-        ("measure.alpha_trajectories", "measure.bin_tokens", "measure.num_top_logprobs"),
+        ("measure.alpha_trajectories", "measure.num_top_logprobs"),
         lambda c: c.measure.alpha_every == 0,
         "measure.alpha_every is 0 (never measured)",
     ),

@@ -126,11 +126,13 @@ class TrainConfig(Section):
 
 
 class MeasureConfig(Section):
-    """[measure]: acceptance rate of the sampler against the policy."""
+    """[measure]: how far the sampler is from the policy."""
 
     alpha_every: Int = Field(5, ge=0, description="Steps between measurements of exact acceptance. 0: never.")
     alpha_trajectories: Int = Field(8, ge=1, description="Completions measured each time.")
-    bin_tokens: Int = Field(512, ge=1, description="Width of a length bin of the acceptance report, in tokens.")
+    bin_tokens: Int = Field(
+        512, ge=1, description="Width of a bin of lengths (acceptance) or positions (KL, ratio), in tokens."
+    )
     num_top_logprobs: Int = Field(
         0, ge=0, le=256, description="Top log-probs recorded per token for the paper-style acceptance bracket. 0: none."
     )

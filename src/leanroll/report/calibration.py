@@ -6,13 +6,12 @@ import html
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from leanroll.errors import ResumeError
-from leanroll.report.layout import page, table
-from leanroll.report.plots import figure_png, new_figure
+from leanroll.report.layout import grid, page, table
+from leanroll.report.plots import plot, shade, some_labels
 from leanroll.rundir import CALIBRATION, ENVIRONMENT, write_text
 
 _MEASURED = (("fit", "fitted on", "o"), ("held_out", "held out", "s"), ("continuations", "sparse continuations", "^"))
@@ -27,28 +26,19 @@ def write_calibration_report(folder: Path, output: Path) -> None:
     """Write the page of a calibration folder, atomically.
 
     Raises:
-        ResumeError: no target is finished. ConfigError: matplotlib is not installed.
+        ResumeError: no target is finished. MissingExtra: matplotlib is not installed.
     """
     summary = json.loads((folder / CALIBRATION).read_text(encoding="utf-8"))
     targets = summary["targets"]
     if not targets:
         raise ResumeError(f"Calibration {str(folder)!r} has no finished target yet.")
-    percent = f"{100 * summary['quantile']:g}th percentile"
     parts = [
         f"<h1>{html.escape(summary['name'])} <small>{html.escape(summary['model'])}, scorer {summary['scorer']}</small></h1>",
-        f"<p>Budgets for which the {percent} of the acceptance rate reaches a target in every length bin, at the lower bound of a "
-        f"{100 * summary['confidence']:g} % interval over trajectories. Lengths beyond {summary['max_tokens']} tokens were not "
-        "measured: there the schedules read everything.</p>",
+        f"<p>Budgets for which the {_percentile(summary)} of the acceptance rate reaches a target in every length bin, at the "
+        f"lower bound of a {100 * summary['confidence']:g} % interval over trajectories. Lengths beyond {summary['max_tokens']} "
+        "tokens were not measured: there the schedules read everything.</p>",
         _overview(summary),
-        "<h2>Schedules</h2>",
-        _image("pages by length, per target", lambda figure: _draw_schedules(figure, summary)),
-        "<h2>Tail by length</h2>",
-        _image("tail of alpha by length against the target", lambda figure: _draw_tails(figure, summary)),
-        "<h2>Mean against tail, by budget</h2>",
-        "<p>Every pass of the search: the mean hardly moves where the tail decides.</p>",
-        _image("mean and tail of alpha by budget", lambda figure: _draw_budgets(figure, summary)),
-        "<h2>Distribution of alpha</h2>",
-        _image("histogram of alpha with the Beta fit", lambda figure: _draw_distribution(figure, summary)),
+        grid(_figures(summary)),
         *(_target_table(summary, result) for result in targets),
         _sources(summary),
     ]
@@ -72,91 +62,108 @@ def _overview(summary: dict[str, Any]) -> str:
     return table(head, rows) + note
 
 
-def _middles(summary: dict[str, Any]) -> list[float]:
-    edges = summary["edges"]
-    return [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+def _figures(summary: dict[str, Any]) -> list[str]:
+    targets = summary["targets"]
+    alphas = [s["tail_low"] for r in targets for name, _, _ in _MEASURED for s in r.get(name, []) if s is not None]
+    low = min([*alphas, *(r["target"] for r in targets)]) - 0.02
+    figures = [
+        plot(
+            "Schedules", lambda axes: _draw_schedules(axes, summary), x_label="tokens", y_label="pages read",
+            note="KV pages read per token by total length",
+        )
+    ]  # fmt: skip
+    for result in targets:
+        figures.append(_tail_figure(summary, result, low))
+    figures += [_budget_figure(summary, "tail", "Tail by budget"), _budget_figure(summary, "mean", "Mean by budget")]
+    for result in targets:
+        figures.append(_distribution_figure(result))
+    return figures
 
 
-def _draw_schedules(figure: Any, summary: dict[str, Any]) -> None:
-    axes = figure.add_subplot()
+def _draw_schedules(axes: Any, summary: dict[str, Any]) -> None:
     edges, size = summary["edges"], summary["page_size"]
     axes.plot([0, edges[-1]], [0, edges[-1] / size], color="0.6", linestyle=":", label="all pages")
     for result in summary["targets"]:
         axes.stairs(result["pages"], edges, label=f"target {result['target']:g}", linewidth=1.8, baseline=None)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("pages read")
+    axes.set_xlim(0, edges[-1])
     axes.set_ylim(0, None)
-    axes.legend()
 
 
-def _draw_tails(figure: Any, summary: dict[str, Any]) -> None:
-    targets, middles = summary["targets"], _middles(summary)
-    low = min(s["tail_low"] for r in targets for name, _, _ in _MEASURED for s in r.get(name, []) if s is not None)
-    for number, result in enumerate(targets, start=1):
-        axes = figure.add_subplot(1, len(targets), number)
+def _tail_figure(summary: dict[str, Any], result: dict[str, Any], low: float) -> str:
+    """low: bottom of the axis, the same for all targets."""
+    edges = summary["edges"]
+    middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
+
+    def paint(axes: Any) -> None:
         for shift, (name, label, marker) in enumerate(_MEASURED):
             points = [(x, s) for x, s in zip(middles, result.get(name, []), strict=False) if s is not None]
             if not points:
                 continue
-            x = [p + (shift - 1) * 0.012 * summary["edges"][-1] for p, _ in points]
+            x = [p + (shift - 1) * 0.012 * edges[-1] for p, _ in points]
             y = [s["tail"] for _, s in points]
-            error = [[s["tail"] - s["tail_low"] for _, s in points], [s["tail_high"] - s["tail"] for _, s in points]]
+            # A tail can lie outside its own bootstrap interval in a bin of few trajectories.
+            error = [
+                [max(0.0, s["tail"] - s["tail_low"]) for _, s in points],
+                [max(0.0, s["tail_high"] - s["tail"]) for _, s in points],
+            ]
             axes.errorbar(x, y, error, marker=marker, markersize=4, linestyle="none", capsize=2, label=label)
         axes.axhline(result["target"], color="crimson", linewidth=1, label="target")
-        axes.set_ylim(min(low, min(r["target"] for r in targets)) - 0.02, 1.005)
-        axes.set_xlabel("tokens")
-        axes.set_title(f"target {result['target']:g}", fontsize=10)
-        if number == 1:
-            axes.set_ylabel("5th percentile of alpha" if summary["quantile"] == 0.05 else "quantile of alpha")
-            axes.legend(fontsize=7)
+        axes.set_xlim(0, edges[-1])
+        axes.set_ylim(low, 1.005)
+
+    interval = f"{100 * summary['confidence']:g} % interval over trajectories"
+    note = f"{_percentile(summary)} of alpha per length bin, with its {interval}"
+    title = f"Tail by length, target {result['target']:g}"
+    return plot(title, paint, note=note, x_label="tokens", y_label=f"{_percentile(summary)} of alpha")
 
 
-def _draw_budgets(figure: Any, summary: dict[str, Any]) -> None:
-    edges = summary["edges"]
-    tails, means = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2, sharey=None)
-    for i in range(len(edges) - 1):
-        points = sorted(
-            (p["pages"][i], p["bins"][i]["tail"], p["bins"][i]["mean"])
-            for p in summary["passes"]
-            if p["bins"][i] is not None
-        )
-        if not points:
-            continue
-        pages, tail, mean = zip(*points, strict=True)
-        shade = 0.15 + 0.75 * i / max(len(edges) - 2, 1)
-        for axes, values in ((tails, tail), (means, mean)):
-            color = (0.1, 0.75 - 0.65 * shade, shade)
-            axes.plot(pages, values, marker=".", linewidth=1, color=color, label=f"to {edges[i + 1] - 1}")
-    for axes, title in ((tails, "tail"), (means, "mean")):
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("pages read")
-        axes.set_title(f"{title} of alpha", fontsize=10)
+def _budget_figure(summary: dict[str, Any], statistic: str, title: str) -> str:
+    """Every pass of the search: `tail` or `mean` against pages, one line per length bin."""
+    edges, passes = summary["edges"], summary["passes"]
+    # Both plots have one scale: the mean hardly moves where the tail decides.
+    measured = [b for p in passes for b in p["bins"] if b is not None]
+    bottom = min([b["tail"] for b in measured] + [r["target"] for r in summary["targets"]]) - 0.02
+
+    def paint(axes: Any) -> None:
+        labels = some_labels([f"to {edge - 1}" for edge in edges[1:]])
+        for i, label in enumerate(labels):
+            points = sorted((p["pages"][i], p["bins"][i][statistic]) for p in passes if p["bins"][i] is not None)
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=".", linewidth=1, color=shade(i, len(labels)), label=label)
         for result in summary["targets"]:
             axes.axhline(result["target"], color="crimson", linewidth=0.8)
-    bottom = min(axes.get_ylim()[0] for axes in (tails, means))
-    for axes in (tails, means):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(bottom, 1.005)
-    means.legend(fontsize=7, title="tokens", title_fontsize=7)
+
+    note = (
+        f"Every pass of the search: {statistic if statistic == 'mean' else _percentile(summary)} of alpha; red: targets"
+    )
+    return plot(title, paint, note=note, x_label="pages read", y_label=f"{statistic} of alpha", legend="tokens")
 
 
-def _draw_distribution(figure: Any, summary: dict[str, Any]) -> None:
-    targets = summary["targets"]
-    for number, result in enumerate(targets, start=1):
-        axes = figure.add_subplot(1, len(targets), number)
-        counts = result["histogram"]
-        width = 1.0 / len(counts)
-        x = [(i + 0.5) * width for i in range(len(counts))]
-        axes.bar(x, counts, width=width, color="0.75")
-        beta = result["beta"]
+def _distribution_figure(result: dict[str, Any]) -> str:
+    counts, beta = result["histogram"], result["beta"]
+    width = 1.0 / len(counts)
+    x = [(i + 0.5) * width for i in range(len(counts))]
+
+    def paint(axes: Any) -> None:
+        axes.bar(x, counts, width=width, color="0.75", label="measured")
         if beta is not None:
-            axes.plot(x, [beta["num_tokens"] * width * _beta_density(v, beta["a"], beta["b"]) for v in x], color="crimson",
-                      label=f"Beta({beta['a']:.2f}, {beta['b']:.2f}), KS {beta['ks']:.3f}")  # fmt: skip
-            axes.legend(fontsize=7)
+            fitted = [beta["num_tokens"] * width * _beta_density(v, beta["a"], beta["b"]) for v in x]
+            label = f"Beta({beta['a']:.2f}, {beta['b']:.2f}), KS {beta['ks']:.3f}"
+            axes.plot(x, fitted, color="crimson", linewidth=1.2, label=label)
         axes.set_yscale("log")
         axes.set_ylim(0.5, None)
-        axes.set_xlabel("alpha")
-        axes.set_ylabel("tokens" if number == 1 else "")
-        axes.set_title(f"target {result['target']:g}", fontsize=10)
+        axes.set_xlim(0, 1)
+
+    title = f"Distribution of alpha, target {result['target']:g}"
+    note = "Tokens of the fit; Beta fitted to those below 0.999"
+    return plot(title, paint, note=note, x_label="alpha", y_label="tokens")
+
+
+def _percentile(summary: dict[str, Any]) -> str:
+    return f"{100 * summary['quantile']:g}th percentile"
 
 
 def _beta_density(x: float, a: float, b: float) -> float:
@@ -172,9 +179,13 @@ def _target_table(summary: dict[str, Any], result: dict[str, Any]) -> str:
         cells = []
         for name, _, _ in _MEASURED:
             stats = result.get(name, [None] * len(result["pages"]))[i]
-            cells.append("" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]")
+            cells.append(
+                "" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]"
+            )
         fit = result["fit"][i]
-        rest = ["", "", ""] if fit is None else [f"{fit['mean']:.3f}", f"{fit['share_high']:.2f}", str(fit["num_tokens"])]
+        rest = (
+            ["", "", ""] if fit is None else [f"{fit['mean']:.3f}", f"{fit['share_high']:.2f}", str(fit["num_tokens"])]
+        )
         shown = f"{pages} (all)" if i in result["dense_bins"] else str(pages)
         rows.append([f"{edges[i]}-{edges[i + 1] - 1}", shown, *cells, *rest])
     text = f"<h2>Target {result['target']:g}</h2>" + table(head, rows)
@@ -199,9 +210,3 @@ def _sources(summary: dict[str, Any]) -> str:
     rows = [[Path(name).name, "fit"] for name in summary["sources"]]
     rows += [[Path(name).name, "held out"] for name in summary["held_out_sources"]]
     return "<h2>Measured on</h2>" + table(["source", "used for"], rows)
-
-
-def _image(alt: str, draw: Callable[[Any], None], size: Sequence[float] = (9.5, 3.6)) -> str:
-    figure = new_figure(*size)
-    draw(figure)
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{figure_png(figure)}">'

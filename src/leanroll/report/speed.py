@@ -13,7 +13,7 @@ _KINDS = (("dense", "dense", "C0"), ("sparse", "sparse", "C1"))
 
 
 def speed_figure() -> Any:
-    """The empty figure, made before anything is measured. Raises ConfigError when matplotlib is not installed."""
+    """The empty figure, made before anything is measured. Raises MissingExtra when matplotlib is not installed."""
     return new_figure(10.0, 4.2)
 
 

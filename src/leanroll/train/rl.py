@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from accelerate.utils import set_seed
 
 from leanroll.config import RLConfig, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.environment import describe
-from leanroll.errors import ConfigError, ResumeError
+from leanroll.errors import ConfigError, LeanrollError, ResumeError
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import CHECKPOINTS, RunDir, write_text
+from leanroll.rundir import CHECKPOINTS, SCHEDULE, RunDir, write_text
 from leanroll.rundir_lock import run_lock
 from leanroll.tasks.rewards import RewardRunner
 from leanroll.train import checkpoint as ckpt
@@ -41,8 +41,8 @@ from leanroll.train.progress import RunDisplay
 from leanroll.train.speed import Speed, compare_speed
 from leanroll.train.update import PolicyUpdater
 
-SCHEDULE_FILE = "schedule.json"
-"""The budget schedule in force, in the run directory."""
+AtEnd = Callable[[RunDir, Callable[[str], None]], None]
+"""What a caller of `run` does with the run directory at the end; the second argument prints a line."""
 
 _LOGGED_COMPLETIONS = 32
 """Completions per step written to the run directory, rounded up to whole groups."""
@@ -82,12 +82,20 @@ class RunSummary:
         return " · ".join([*parts, str(self.run_dir)])
 
 
-def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSummary:
+def run(
+    config: RLConfig,
+    resume: bool = False,
+    *,
+    quiet: bool = False,
+    at_end: AtEnd | None = None,
+) -> RunSummary:
     """Train a policy.
 
     resume: continue the run in `config.train.run_dir` from its latest checkpoint; from the start when it has none, or
         when it was killed before its first files were complete.
     quiet: no progress and no closing line.
+    at_end: called before the closing line while the run directory is still locked: when the run is finished or interrupted,
+        and when an error of leanroll's stops it.
 
     Raises:
         ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used, or the run directory cannot
@@ -118,9 +126,20 @@ def run(config: RLConfig, resume: bool = False, *, quiet: bool = False) -> RunSu
             if not resume:
                 lock.enter_context(run_lock(path))
             run_dir = previous or _create_run(path, config, schedule, trainer.policy)
-            summary = trainer.train(run_dir, began)
+            try:
+                summary = trainer.train(run_dir, began)
+            except LeanrollError:
+                _finish(at_end, run_dir, display)
+                raise
+            _finish(at_end, run_dir, display)
         display.say(summary.line())
     return summary
+
+
+def _finish(at_end: AtEnd | None, run_dir: RunDir, display: RunDisplay) -> None:
+    if at_end is not None:
+        with display.phase("report"):
+            at_end(run_dir, display.say)
 
 
 class Trainer:
@@ -369,11 +388,11 @@ def _open_run(path: str, config: RLConfig, schedule: BudgetSchedule) -> RunDir |
             f"Cannot resume {run.path}: {len(conflicts)} options changed since the run began ({changes}). Undo the changes, or "
             "start a new run directory."
         )
-    saved = run.path / SCHEDULE_FILE
+    saved = run.path / SCHEDULE
     if saved.is_file() and saved.read_text(encoding="utf-8") != schedule.to_json() + "\n":
         raise ResumeError(
             f"Cannot resume {run.path}: the content of rollout.schedule {schedule.name!r} differs from the run's "
-            f"{SCHEDULE_FILE}. Restore the schedule, or start a new run directory."
+            f"{SCHEDULE}. Restore the schedule, or start a new run directory."
         )
     try:
         write_text(run.config_path, to_toml(config))
@@ -389,7 +408,7 @@ def _open_run(path: str, config: RLConfig, schedule: BudgetSchedule) -> RunDir |
 def _create_run(path: str, config: RLConfig, schedule: BudgetSchedule, policy: Policy) -> RunDir:
     environment = describe({"device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")})
     run = RunDir.create(path, config_toml=to_toml(config), environment=environment)
-    write_text(run.path / SCHEDULE_FILE, schedule.to_json() + "\n")
+    write_text(run.path / SCHEDULE, schedule.to_json() + "\n")
     return run
 
 

@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leanroll.train.mismatch import mismatch_by_position
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
     """What one micro-batch leaves behind, on the CPU. Arrays are [R], R its completion tokens; all tokens, masked or
     not.
 
-    sums: the sums of `policy_loss` over unmasked tokens. clipped: of `correction`.
+    positions: index in the completion. sums: the sums of `policy_loss` over unmasked tokens. clipped: of `correction`.
     """
 
     old: np.ndarray
@@ -24,6 +26,7 @@ class TokenRecord:
     weights: np.ndarray
     mask: np.ndarray
     sample_ids: np.ndarray
+    positions: np.ndarray
     clipped: np.ndarray
     sums: dict[str, float]
 
@@ -38,6 +41,7 @@ class TokenRecord:
         weights: Tensor | None,
         mask: Tensor,
         sample_ids: Tensor,
+        positions: Tensor,
         clipped: Tensor,
         sums: dict[str, Tensor],
     ) -> TokenRecord:
@@ -51,6 +55,7 @@ class TokenRecord:
             weights=array(torch.ones_like(old) if weights is None else weights),
             mask=array(mask),
             sample_ids=array(sample_ids),
+            positions=array(positions),
             clipped=array(clipped),
             sums={name: float(value) for name, value in sums.items()},
         )
@@ -59,7 +64,9 @@ class TokenRecord:
 class TokenStats:
     """Collects the records of a step and turns them into metrics (names and units: `leanroll.rundir_metrics`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bin_tokens: int, num_passes: int) -> None:
+        """bin_tokens: width of a bin of positions. num_passes: passes over the batch; each adds every token once."""
+        self._bin_tokens, self._num_passes = bin_tokens, num_passes
         self._records: list[TokenRecord] = []
 
     def add(self, record: TokenRecord) -> None:
@@ -99,7 +106,10 @@ class TokenStats:
             metrics[f"log_ratio/p{percent:02d}"] = float(np.percentile(log_ratio, percent))
         for percent in (1, 50, 99):
             metrics[f"sequence_log_ratio/p{percent:02d}"] = float(np.percentile(sequences, percent))
-        return metrics
+        positions = np.concatenate([r.positions[r.mask] for r in records])
+        return metrics | mismatch_by_position(
+            log_ratio, positions, bin_tokens=self._bin_tokens, num_passes=self._num_passes
+        )
 
 
 def _per_sequence(record: TokenRecord) -> np.ndarray:

@@ -82,7 +82,7 @@ class PolicyUpdater:
         rl, optimizer = self._config.rl, self._config.optimizer
         factor = learning_rate_factor(optimizer.scheduler, step, self._config.train.steps, optimizer.warmup_steps)
         parts = self._parts(groups)
-        stats = TokenStats()
+        stats = TokenStats(bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations)
         losses: list[float] = []
         norms: list[float] = []
         tokens = sum(len(r.token_ids) for g in groups for r in g.group.rollouts if self._counts(r))
@@ -208,6 +208,7 @@ class PolicyUpdater:
             weights=corrected.weights,
             mask=mask,
             sample_ids=batch.sample_ids,
+            positions=batch.positions,
             clipped=corrected.clipped,
             sums=sums,
         )

@@ -207,7 +207,7 @@ def test_missing_and_malformed_file(tmp_path: Path) -> None:
         ([("measure.alpha_every", "0"), ("measure.num_top_logprobs", "20")], "never measured"),
         ([("rollout", "1")], "is a table"),
         ([("model.name.x", "1")], "is a value"),
-        ([("measure.alpha_every", "0"), ("measure.bin_tokens", "64")], "never measured"),
+        ([("measure.alpha_every", "0"), ("measure.alpha_trajectories", "4")], "never measured"),
     ],
 )
 def test_refused(overrides: list[tuple[str, str]], message: str) -> None:

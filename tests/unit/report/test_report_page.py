@@ -1,59 +1,71 @@
 """The report: one self-contained page from a run directory."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from leanroll.cli.main import main
 from leanroll.config import RLConfig, to_toml
-from leanroll.errors import ResumeError
+from leanroll.errors import MissingExtra, ResumeError
 from leanroll.report import write_report
+from leanroll.report.mismatch import acceptance_table, bin_starts
 from leanroll.rundir import RunDir
+from tests.report_folders import RUN_PLOTS, write_run
 
 pytest.importorskip("matplotlib")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir.create(
-        tmp_path / "run", config_toml=to_toml(RLConfig(name="demo")), environment={"versions": {"torch": "x"}}
-    )
-    for step in range(3):
-        record = {
-            "step": step,
-            "reward/mean": 0.1 * step,
-            "alpha/p05": 0.9,
-            "alpha/bin_0/p05": 0.9,
-            "alpha/bin_512/p05": 0.8,
-        }
-        run.append_metrics(record)
-        table = {"title": {"mean_reward": 0.1 * step, "num_prompts": 3}}
-        run.write_eval(step, {"mean_reward": 0.1 * step, "tables": {"kind": table}})
-    run.write_rollouts(2, [{"prompt": "<b>p</b>", "text": "answer & more", "reward": 1.0}])
-    return run
+def plots(page: str) -> list[str]:
+    return re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,\w', page)
 
 
-def test_page_is_self_contained(run: RunDir, tmp_path: Path) -> None:
-    output = tmp_path / "page.html"
-    write_report(run, output)
-    page = output.read_text()
-    assert "data:image/png;base64," in page
-    assert not re.search(r'(src|href)="(?!data:)', page)
+def test_page_is_self_contained(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_report(run, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert plots(page) == RUN_PLOTS
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import', page)
     assert "&lt;b&gt;p&lt;/b&gt;" in page
     assert "<b>p</b>" not in page
-    assert "from 512" in page
     assert "5th percentile over tokens" in page
-    assert "title" in page
+    assert "mismatch/pos_&lt;start&gt;/kl" in page, "families of metrics are explained once"
+    assert "mismatch/pos_128/kl" not in page
 
 
-def test_command(run: RunDir) -> None:
+def test_run_without_most_metrics(tmp_path: Path) -> None:
+    """A dense run of an earlier version, after one step."""
+    run = RunDir.create(tmp_path / "run", config_toml=to_toml(RLConfig(name="demo")), environment={})
+    run.append_metrics({"step": 0, "eval/reward/mean": 0.1, "time/load_s": 1.0})
+    write_report(run, tmp_path / "before.html")
+    assert plots((tmp_path / "before.html").read_text()) == ["Reward"]
+    run.append_metrics({"step": 1, "reward/mean": 0.1, "reward/exact": 0.1, "time/rollout_s": 1.0, "time/step_s": 1.0})
     assert main(["report", str(run.path)]) == 0
-    assert (run.path / "report.html").is_file()
+    assert plots((run.path / "report.html").read_text()) == ["Reward", "Time per phase"]
+
+
+def test_bins_are_in_order_of_length() -> None:
+    record = {"step": 3}
+    for start, tokens in ((1024, 7), (0, 500), (512, 90)):
+        record |= {f"alpha/bin_{start}/p05": 0.9, f"alpha/bin_{start}/tokens": tokens}
+    assert bin_starts([record], "alpha/bin_") == [0, 512, 1024]
+    text = acceptance_table([record, {"step": 4}])
+    assert "step 3" in text
+    assert re.findall(r"from \d+", text) == ["from 0", "from 512", "from 1024"]
+    assert re.findall(r">(\d+)<", text) == ["500", "90", "7"]
 
 
 def test_run_without_metrics(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", config_toml="", environment={})
     with pytest.raises(ResumeError, match="no metrics yet"):
+        write_report(run, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'leanroll\[report\]'"):
         write_report(run, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
