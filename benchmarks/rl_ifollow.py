@@ -28,7 +28,7 @@ from leanroll.tasks.metrics import Interval, bootstrap_mean, paired_difference
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 METHODS = ("sparse", "dense")
-ROUND = 2
+ROUND = 4
 """Steps in which every trained kind of constraint comes up once."""
 TASK_REWARD = "reward/ifollow"
 
