@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ from leanroll.rundir import RunDir
 Overrides = Sequence[tuple[str, str]]
 
 
-def finish_run(recipe: Path, run_dir: Path, overrides: Overrides) -> RunDir:
+def finish_run(recipe: Path, run_dir: Path, overrides: Overrides, threads: int | None = None) -> RunDir:
     """Train unless `run_dir` holds the finished run; a run that was broken off goes on from its last checkpoint.
+
+    threads: of one of several training processes, whose output then goes to a file beside the run directory. None: it is the
+        only one, and OMP_NUM_THREADS counts.
 
     Raises:
         CalledProcessError: training failed; its message is on stderr.
@@ -30,7 +34,14 @@ def finish_run(recipe: Path, run_dir: Path, overrides: Overrides) -> RunDir:
     progress(f"{run_dir.name}: {'resuming' if started else 'starting'}, {config.train.steps} steps")
     arguments = [part for key, value in options for part in (f"--{key}", value)]
     resume = ["--resume"] if started else []
-    subprocess.run([sys.executable, "-m", "leanroll.cli.main", "rl", str(recipe), *resume, *arguments], check=True)
+    command = [sys.executable, "-m", "leanroll.cli.main", "rl", str(recipe), *resume, *arguments]
+    if threads is None:
+        subprocess.run(command, check=True)
+    else:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with run_dir.with_name(f"{run_dir.name}.log").open("a") as log:
+            variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
+            subprocess.run(command, check=True, env=variables, stdout=log, stderr=subprocess.STDOUT)
     return RunDir.open(run_dir)
 
 
