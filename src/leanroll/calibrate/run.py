@@ -113,7 +113,8 @@ class Calibration:
             budgets = (*budgets, most)
         edges = bin_edges(replace(self.template, pages=(most,) * (num_bins + 1)))
         coverage = [
-            sum(t.prompt_length < edges[i + 1] - 1 and len(t.token_ids) >= edges[i] for t in fitting) for i in range(num_bins)
+            sum(t.prompt_length < edges[i + 1] - 1 and len(t.token_ids) >= edges[i] for t in fitting)
+            for i in range(num_bins)
         ]
         ladder = Ladder.of(
             budgets, num_bins=num_bins, bin_pages=s.bin_pages, coverage=coverage, min_trajectories=s.min_trajectories
@@ -187,7 +188,9 @@ class Calibration:
             result["continuations"] = [_stats(b) for b in sampled.bins[:-1]]
         return result
 
-    def _paper(self, schedule: BudgetSchedule, runner: PassRunner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def _paper(
+        self, schedule: BudgetSchedule, runner: PassRunner, trajectories: Sequence[Trajectory]
+    ) -> dict[str, float]:
         """Tails of the paper's reading, of its ceiling and of exact alpha, on the same tokens."""
         exact, paper, ceiling = [], [], []
         for t in trajectories:
@@ -199,7 +202,9 @@ class Calibration:
             ceiling.append(top)
             exact.append(runner.run(schedule, [t]).rates[0][t.prompt_length :])
         q = self.settings.quantile
-        return {name: tail(np.concatenate(x), q) for name, x in (("exact", exact), ("paper", paper), ("ceiling", ceiling))}
+        return {
+            name: tail(np.concatenate(x), q) for name, x in (("exact", exact), ("paper", paper), ("ceiling", ceiling))
+        }
 
     def _write_schedule(self, fit: Fit, result: dict[str, Any]) -> None:
         folder = self.folder / SCHEDULES

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 HELP = "Measure acceptance by budget and length, and fit the smallest schedule that reaches each target."
 SCHEMA = CalibrateConfig
 
-FREE_ON_RESUME = frozenset({"calibrate.run_dir", "calibrate.time_budget_min", "calibrate.targets", "rollout.kv_memory_gib"})
+FREE_ON_RESUME = frozenset(
+    {"calibrate.run_dir", "calibrate.time_budget_min", "calibrate.targets", "rollout.kv_memory_gib"}
+)
 """Options that may change when a calibration is continued: what has been measured stays valid."""
 DENSE_ROLLOUTS = "rollouts.jsonl"
 
@@ -123,7 +125,9 @@ def _texts(patterns: tuple[str, ...]) -> list[Path]:
     """
     found: list[Path] = []
     for pattern in patterns:
-        files = [Path(f).resolve() for f in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(f).is_file()]
+        files = [
+            Path(f).resolve() for f in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(f).is_file()
+        ]
         if not files:
             raise ConfigError(f"calibrate.texts: no file matches {pattern!r}.")
         found += files
@@ -145,7 +149,9 @@ def _prepare_folder(config: CalibrateConfig, resume: bool) -> Path:
         conflicts = {key: values for key, values in changes.items() if key not in FREE_ON_RESUME}
         if conflicts:
             listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in conflicts.items())
-            raise ResumeError(f"The calibration in {str(folder)!r} was made with other options: {listed}. Start a new one.")
+            raise ResumeError(
+                f"The calibration in {str(folder)!r} was made with other options: {listed}. Start a new one."
+            )
     elif folder.exists() and (not folder.is_dir() or any(entry.name != LOCK for entry in folder.iterdir())):
         raise ConfigError(
             f"Folder {str(folder)!r} is not empty; choose another calibrate.run_dir, or continue what is in it with --resume."
@@ -204,7 +210,9 @@ def _print(summary: dict[str, Any], folder: Path) -> None:
             cells = []
             for name in ("fit", "held_out", "continuations"):
                 stats = result.get(name, [None] * len(result["pages"]))[i]
-                cells.append("" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]")
+                cells.append(
+                    "" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]"
+                )
             shown = f"{pages} (all)" if i in result["dense_bins"] else str(pages)
             table.add_row(f"{edges[i]}-{edges[i + 1] - 1}", shown, *cells)
         console.print(table)

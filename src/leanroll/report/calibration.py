@@ -172,9 +172,13 @@ def _target_table(summary: dict[str, Any], result: dict[str, Any]) -> str:
         cells = []
         for name, _, _ in _MEASURED:
             stats = result.get(name, [None] * len(result["pages"]))[i]
-            cells.append("" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]")
+            cells.append(
+                "" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]"
+            )
         fit = result["fit"][i]
-        rest = ["", "", ""] if fit is None else [f"{fit['mean']:.3f}", f"{fit['share_high']:.2f}", str(fit["num_tokens"])]
+        rest = (
+            ["", "", ""] if fit is None else [f"{fit['mean']:.3f}", f"{fit['share_high']:.2f}", str(fit["num_tokens"])]
+        )
         shown = f"{pages} (all)" if i in result["dense_bins"] else str(pages)
         rows.append([f"{edges[i]}-{edges[i + 1] - 1}", shown, *cells, *rest])
     text = f"<h2>Target {result['target']:g}</h2>" + table(head, rows)
