@@ -16,6 +16,7 @@ from leanroll.config import CalibrateConfig, load_config, to_toml
 from leanroll.config.resolved import changed_options, read_resolved
 from leanroll.environment import describe
 from leanroll.errors import ConfigError, ResumeError
+from leanroll.report.calibration import speed_line
 from leanroll.rundir import CONFIG, ENVIRONMENT, write_json, write_text
 from leanroll.rundir_lock import LOCK, run_lock
 
@@ -27,7 +28,14 @@ HELP = "Measure acceptance by budget and length, and fit the smallest schedule t
 SCHEMA = CalibrateConfig
 
 FREE_ON_RESUME = frozenset(
-    {"calibrate.run_dir", "calibrate.time_budget_min", "calibrate.targets", "rollout.kv_memory_gib"}
+    {
+        "calibrate.run_dir",
+        "calibrate.time_budget_min",
+        "calibrate.targets",
+        "calibrate.measure_speed",
+        "calibrate.speed_batch_size",
+        "rollout.kv_memory_gib",
+    }
 )
 """Options that may change when a calibration is continued: what has been measured stays valid."""
 DENSE_ROLLOUTS = "rollouts.jsonl"
@@ -81,6 +89,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
                 folder=folder,
                 say=say,
                 progress=advance,
+                kv_memory_gib=config.rollout.kv_memory_gib,
             )
             summary = calibration.run(fitting, held_out)
         write_calibration_report(folder, folder / "report.html")
@@ -94,6 +103,8 @@ def _reject_inert(config: CalibrateConfig, keys: list[str]) -> None:
         "rollout.schedule": "the schedule is what is made",
         "rollout.scorer": "the scorer is calibrate.scorer",
     }
+    if not config.calibrate.measure_speed:
+        because["calibrate.speed_batch_size"] = "calibrate.measure_speed is false"
     if config.calibrate.texts:
         reason = "calibrate.texts are scored in place and no task is asked"
         because |= {k: reason for k in keys if k.startswith("task.") or k == "rollout.max_completion_length"}
@@ -219,11 +230,11 @@ def _print(summary: dict[str, Any], folder: Path) -> None:
     if summary["targets_missing"]:
         console.print(f"Targets not reached in time: {summary['targets_missing']}")
     for result in summary["targets"]:
-        speed = result.get("speed")
-        measured = f", measured {speed['measured']:.2f}x" if speed else ""
         saved = result["exhaustive_seconds"] / max(result["seconds"], 1e-9)
-        console.print(
-            f"target {result['target']:g}: {result['kv_share']:.2f} of the KV read over {summary['max_tokens']} tokens{measured}; "
-            f"{result['passes']} passes, {result['seconds'] / 60:.1f} min, an exhaustive sweep {saved:.1f}x as much"
+        line = (
+            f"target {result['target']:g}: {result['kv_share']:.2f} of the KV read over {summary['max_tokens']} tokens; "
+            f"{speed_line(result['speed'])}; {result['passes']} passes, {result['seconds'] / 60:.1f} min, an exhaustive sweep "
+            f"{saved:.1f}x as much"
         )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Schedules, table and report in {folder}")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from leanroll.config.base import Float, Int, Section
+from leanroll.config.base import Bool, Float, Int, Section
 
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
@@ -56,6 +56,18 @@ class CalibrationConfig(Section):
         description="Schedule (name or file) of a neighbouring model or target to begin with. None: a guess by length.",
     )
     time_budget_min: Float = Field(0.0, ge=0, description="Minutes after which no new pass begins. 0: no limit.")
+    measure_speed: Bool = Field(
+        True,
+        description="Predict and measure, per target, how much faster rollouts decode than dense; skipped where the time budget "
+        "does not suffice.",
+    )
+    speed_batch_size: Int = Field(
+        8,
+        ge=0,
+        le=65536,
+        description="Sequences decoded together for the speed-up, fewer where rollout.kv_memory_gib holds fewer at max_tokens. "
+        "0: as many as it holds.",
+    )
     seed: Int = Field(0, ge=0, lt=2**63, description="Of the order of texts and of rollouts.")
     run_dir: str | None = Field(None, description="Folder. None: runs/<name>-<date>-<time> in the current folder.")
 
