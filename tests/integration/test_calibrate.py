@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 import random
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from leanroll.calibrate import rollout_speed
+from leanroll.calibrate.devices import Device
 from leanroll.cli.main import main
+from leanroll.report import calibration
 from leanroll.rollout.schedule import UNLIMITED, BudgetSchedule
 from leanroll.rundir_lock import run_lock
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -60,14 +68,35 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
         "calibrate", "--model", str(model), "--model.dtype", "float32", "--max-tokens", "256", "--calibrate.page_size", "8",
         "--calibrate.bin_pages", "8", "--calibrate.dense_layers", "[0]", "--calibrate.trajectories", "4",
         "--calibrate.held_out", "2", "--calibrate.min_trajectories", "3", "--calibrate.continuations", "6",
-        "--rollout.kv_memory_gib", "0.1", "--calibrate.run_dir", str(run_dir), *more,
+        "--rollout.kv_memory_gib", "0.1", "--calibrate.run_dir", str(run_dir),
+        *([] if "--calibrate.speed_batch_size" in more else ["--calibrate.measure_speed", "false"]), *more,
     ]  # fmt: skip
 
 
+TWO_TARGETS = ["--targets", "0.8", "0.9", "--calibrate.speed_batch_size", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """One round of timing, and a device that is given instead of measured."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rollout_speed, "prediction_device", lambda *_, **__: (Device("slow", 1e8, 1e10), "a slow one"))
+        patched.setattr(rollout_speed, "ROUNDS", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
-def finished(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output() -> list[str]:
+    """What the calibration of `finished` printed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory, output: list[str]) -> Path:
     run_dir = tmp_path_factory.mktemp("calibration") / "run"
-    assert main(arguments(model, run_dir, "--texts", f"{texts}/*.txt", "--targets", "0.8", "0.9")) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments(model, run_dir, "--texts", f"{texts}/*.txt", *TWO_TARGETS)) == 0
+    output.append(printed.getvalue())
     return run_dir
 
 
@@ -98,10 +127,41 @@ def test_table_and_page(finished: Path) -> None:
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 
+def test_speed_is_predicted_and_measured(finished: Path, output: list[str]) -> None:
+    page = (finished / "report.html").read_text()
+    targets = json.loads((finished / "calibration.json").read_text())["targets"]
+    assert len(list((finished / "speed").iterdir())) == len({tuple(r["pages"]) for r in targets})
+    closing = output[0].splitlines()
+    for result in targets:
+        speed = result["speed"]
+        assert (speed["batch"], speed["prompt_length"], speed["max_length"]) == (2, 12, 248)
+        assert speed["lengths"] == [row["length"] for row in speed["rows"]] == [12, 34, 94, 158, 222, 248]
+        assert 0 < speed["measured"] < math.inf
+        assert 0 < speed["predicted"] < math.inf
+        assert speed["reason"] is None
+        (line,) = (text for text in closing if text.startswith(f"target {result['target']:g}: "))
+        assert f"{result['kv_share']:.2f} of the KV read" in line
+        assert f"predicted {speed['predicted']:.2f}x, measured {speed['measured']:.2f}x [" in line
+        assert "at batch 2 from 12 to 248 tokens" in line
+        assert "timed at 12, 34, 94, 158, 222, 248 tokens" in line
+        assert f"<td>{speed['predicted']:.2f}x</td><td>{speed['measured']:.2f}x [" in page
+
+
+def test_a_page_without_speed(finished: Path) -> None:
+    # As a kill before the measurement leaves it, and as older calibrations are.
+    summary = json.loads((finished / "calibration.json").read_text())
+    for result in summary["targets"]:
+        del result["speed"]
+        assert "Decode steps of" not in calibration._target_table(summary, result)
+    assert "<td>none yet</td><td>none yet</td>" in calibration._overview(summary)
+
+
 def test_continuing_repeats_nothing_and_decides_the_same(
-    finished: Path, model: Path, texts: Path, tmp_path: Path
+    finished: Path, model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--texts", f"{texts}/*.txt", "--targets", "0.8", "0.9"]
+    options = ["--texts", f"{texts}/*.txt", *TWO_TARGETS]
+    for name in ("prediction_device", "measure_speed"):
+        monkeypatch.setattr(rollout_speed, name, lambda *_, **__: pytest.fail("measured again"))
     before = json.loads((finished / "calibration.json").read_text())
     files = {p.name: p.stat().st_mtime_ns for p in (finished / "passes").iterdir()}
     assert main(arguments(model, finished, *options)) == 2, "only with --resume"
@@ -114,16 +174,33 @@ def test_continuing_repeats_nothing_and_decides_the_same(
     assert {p.name for p in (finished / "passes").iterdir()} == set(files)
     assert all((finished / "passes" / n).stat().st_mtime_ns == files[n] for n in sorted(files)[1::2])
     for old, new in zip(before["targets"], after["targets"], strict=True):
-        assert {k: old[k] for k in ("pages", "fit", "held_out", "continuations", "passes")} == {
-            k: new[k] for k in ("pages", "fit", "held_out", "continuations", "passes")
-        }
+        same = ("pages", "fit", "held_out", "continuations", "passes", "speed")
+        assert {k: old[k] for k in same} == {k: new[k] for k in same}
+
+
+def test_no_time_left_for_speed(
+    finished: Path, model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir, ignore=shutil.ignore_patterns("speed"))
+    monkeypatch.setattr(rollout_speed, "SETUP_SECONDS", 1e6)
+    monkeypatch.setattr(rollout_speed, "measure_speed", lambda *_, **__: pytest.fail("measured"))
+    options = ["--texts", f"{texts}/*.txt", *TWO_TARGETS, "--time-budget", "1000", "--resume"]
+    assert main(arguments(model, run_dir, *options)) == 0
+    for result in json.loads((run_dir / "calibration.json").read_text())["targets"]:
+        speed = result["speed"]
+        assert (result["complete"], speed["predicted"], speed["measured"]) == (True, None, None)
+        assert speed["reason"].startswith("time budget: about 1000000 s needed, ")
+    assert "none (time budget" in (run_dir / "report.html").read_text()
 
 
 def test_resuming_with_other_options_names_them(
     finished: Path, model: Path, texts: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(model, finished, "--texts", f"{texts}/*.txt", "--resume", "--calibrate.scorer", "mean")) == 2
-    assert "calibrate.scorer was 'softmax', is 'mean'" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "calibrate.scorer was 'softmax', is 'mean'" in said
+    assert "measure_speed" not in said, "it may change"
 
 
 def test_one_process_calibrates_in_a_folder(
@@ -135,7 +212,7 @@ def test_one_process_calibrates_in_a_folder(
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
-def test_from_a_task(model: Path, tmp_path: Path) -> None:
+def test_from_a_task(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     more = [
         "--task",
@@ -149,6 +226,8 @@ def test_from_a_task(model: Path, tmp_path: Path) -> None:
     ]
     assert main(arguments(model, run_dir, *more, "--calibrate.min_trajectories", "2")) == 0
     (result,) = json.loads((run_dir / "calibration.json").read_text())["targets"]
+    assert (result["speed"]["measured"], result["speed"]["reason"]) == (None, "calibrate.measure_speed is false")
+    assert "no speed-up measured (calibrate.measure_speed is false)" in capfd.readouterr().out
     measured = [b is not None for b in result["fit"]]
     assert not measured[0], "inside the prompts nothing is drawn"
     assert any(measured)
@@ -170,6 +249,10 @@ def test_from_a_task(model: Path, tmp_path: Path) -> None:
         (["--calibrate.warm_start", "nothing"], "No schedule 'nothing'"),
         (["--rollout.schedule", "qwen3-4b-0.86"], "rollout.schedule has no effect"),
         (["--task", "ifollow"], "task.name has no effect"),
+        (
+            ["--calibrate.measure_speed", "false", "--calibrate.speed_batch_size", "4"],
+            "calibrate.speed_batch_size has no effect, because calibrate.measure_speed is false",
+        ),
     ],
 )
 def test_refusals(
@@ -189,12 +272,18 @@ def test_texts_too_short_to_fill_a_bin(model: Path, tmp_path: Path, capfd: pytes
     assert "longest has 9" in capfd.readouterr().err
 
 
-def test_out_of_time_leaves_a_usable_schedule(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_out_of_time_leaves_a_usable_schedule(
+    model: Path, texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
     options = ["--texts", f"{texts}/*.txt", "--targets", "0.9", "--time-budget", "0.000001"]
-    assert main(arguments(model, run_dir, *options)) == 0
+    assert main(arguments(model, run_dir, *options, "--calibrate.speed_batch_size", "2")) == 0
     (result,) = json.loads((run_dir / "calibration.json").read_text())["targets"]
     assert not result["complete"]
     assert result["passes"] == 1
+    speed = result["speed"]
+    assert (speed["predicted"], speed["measured"]) == (None, None)
+    assert speed["reason"] == "the schedule reads every page, so there is nothing to compare"
+    assert f"no speed-up measured ({speed['reason']})" in capfd.readouterr().out
     schedule = BudgetSchedule.load(run_dir / "schedules" / "calibration-0.90.json")
     assert not schedule.provenance["complete"]

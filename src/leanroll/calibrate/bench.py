@@ -237,7 +237,10 @@ def prediction_device(
             "Use 'auto' or 'none'."
         )
     if name == "auto" and not on_cpu:
-        return None, f"a device of type {policy.device.type} is not measured; name one with bench.device"
+        return (
+            None,
+            f"a device of type {policy.device.type} is not measured; `leanroll bench` predicts for one that bench.device names",
+        )
     if kv_dtype not in (None, policy.dtype):
         return None, "the cost model has one dtype for weights and cache"
     backend = get_backend(kernel, policy.device).name

@@ -1,11 +1,12 @@
-"""A calibration from its settings to its folder: trajectories, search, validation, schedules, tables.
+"""A calibration from its settings to its folder: trajectories, search, validation, schedules, speed, tables.
 
 runs/calibration-20260102-030405/
   config.toml, environment.json     as in a training run
   passes/                           alpha of every (schedule, trajectory) measured; makes resuming cheap and exact
+  speed/                            speed-up of every schedule measured; kept for resuming, too
   acceptance.parquet                one row per (pass, length bin)
   schedules/<name>-0.90.json        usable as rollout.schedule
-  calibration.json                  everything the report shows
+  calibration.json                  everything the report shows; `speed` of a target is documented in `rollout_speed.RolloutSpeed`
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from leanroll.calibrate.fit import Fit, Search
 from leanroll.calibrate.passes import PassRunner, Progress, SchedulePass, bin_edges
+from leanroll.calibrate.rollout_speed import RolloutSpeed, SpeedMeter
 from leanroll.calibrate.search import Ladder, default_budgets
 from leanroll.calibrate.shape import fit_beta, length_correlation
 from leanroll.calibrate.trajectories import Trajectory
@@ -36,18 +39,20 @@ from leanroll.rollout.engine import RolloutEngine
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import CALIBRATION, write_json, write_text
 
-PASSES, SCHEDULES, TABLE = "passes", "schedules", "acceptance.parquet"
+PASSES, SCHEDULES, SPEED, TABLE = "passes", "schedules", "speed", "acceptance.parquet"
 PAPER_TRAJECTORIES = 2
 """Held-out trajectories on which the paper's reading of alpha is computed beside the exact one."""
+UNWANTED = "calibrate.measure_speed is false"
 FIT_SHARE = 0.7
-"""Of the time budget, after which no new pass begins: the rest is for validation."""
+"""Of the time budget, after which no new pass begins: the rest is for validation and for measuring speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What a calibration works with.
 
-    make_engine: an engine for a schedule, to validate with. say: one line of text. progress: inside a pass.
+    make_engine: an engine for a schedule, to validate with. kv_memory_gib: for keys and values while speed is measured. say: one
+    line of text. progress: inside a pass.
     """
 
     policy: Policy
@@ -59,6 +64,7 @@ class Calibration:
     folder: Path
     say: Callable[[str], None]
     progress: Progress | None = None
+    kv_memory_gib: float = 1.0
 
     @property
     def tail(self) -> TailSettings:
@@ -75,7 +81,7 @@ class Calibration:
         )  # fmt: skip
 
     def run(self, fitting: Sequence[Trajectory], held_out: Sequence[Trajectory]) -> dict[str, Any]:
-        """Fit every target, validate, write the files; returns what is in calibration.json.
+        """Fit every target, validate, measure speed, write the files; returns what is in calibration.json.
 
         Raises:
             ConfigError: settings that do not fit the model or the trajectories.
@@ -91,6 +97,7 @@ class Calibration:
         deadline = started + FIT_SHARE * 60.0 * s.time_budget_min if s.time_budget_min else None
         search = Search(runner, self.template, ladder, fitting, deadline=deadline, say=self.say, progress=self.progress)
         guess = self._guess(ladder)
+        fits: list[Fit] = []
         results: list[dict[str, Any]] = []
         rows: list[dict[str, Any]] = []
         for target in sorted(s.targets):
@@ -99,10 +106,25 @@ class Calibration:
             result = self._result(fit, ladder, runner)
             if held_out:
                 result |= self._validate(fit, runner, held_out, rows)
+            fits.append(fit)
             results.append(result)
             self._write_schedule(fit, result)
             self._write(results, rows, search, held_out, started)
+        # Last, so that no target's fit waits for another one's timing.
+        meter = self._meter(engine_dtype, started) if s.measure_speed else None
+        for fit, result in zip(fits, results, strict=True):
+            speed = RolloutSpeed(reason=UNWANTED) if meter is None else meter.measure(fit.schedule)
+            result["speed"] = speed.as_dict()
+            self._write(results, rows, search, held_out, started)
         return self._write(results, rows, search, held_out, started)
+
+    def _meter(self, kv_dtype: torch.dtype, started: float) -> SpeedMeter:
+        s = self.settings
+        return SpeedMeter(
+            self.policy, self.backend.name, kv_dtype, self.kv_memory_gib, s.speed_batch_size, self.folder / SPEED,
+            deadline=started + 60.0 * s.time_budget_min if s.time_budget_min else None, say=self.say,
+            progress=self.progress,
+        )  # fmt: skip
 
     def _ladder(self, fitting: Sequence[Trajectory]) -> Ladder:
         s = self.settings
@@ -113,7 +135,8 @@ class Calibration:
             budgets = (*budgets, most)
         edges = bin_edges(replace(self.template, pages=(most,) * (num_bins + 1)))
         coverage = [
-            sum(t.prompt_length < edges[i + 1] - 1 and len(t.token_ids) >= edges[i] for t in fitting) for i in range(num_bins)
+            sum(t.prompt_length < edges[i + 1] - 1 and len(t.token_ids) >= edges[i] for t in fitting)
+            for i in range(num_bins)
         ]
         ladder = Ladder.of(
             budgets, num_bins=num_bins, bin_pages=s.bin_pages, coverage=coverage, min_trajectories=s.min_trajectories
@@ -187,7 +210,9 @@ class Calibration:
             result["continuations"] = [_stats(b) for b in sampled.bins[:-1]]
         return result
 
-    def _paper(self, schedule: BudgetSchedule, runner: PassRunner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def _paper(
+        self, schedule: BudgetSchedule, runner: PassRunner, trajectories: Sequence[Trajectory]
+    ) -> dict[str, float]:
         """Tails of the paper's reading, of its ceiling and of exact alpha, on the same tokens."""
         exact, paper, ceiling = [], [], []
         for t in trajectories:
@@ -199,7 +224,9 @@ class Calibration:
             ceiling.append(top)
             exact.append(runner.run(schedule, [t]).rates[0][t.prompt_length :])
         q = self.settings.quantile
-        return {name: tail(np.concatenate(x), q) for name, x in (("exact", exact), ("paper", paper), ("ceiling", ceiling))}
+        return {
+            name: tail(np.concatenate(x), q) for name, x in (("exact", exact), ("paper", paper), ("ceiling", ceiling))
+        }
 
     def _write_schedule(self, fit: Fit, result: dict[str, Any]) -> None:
         folder = self.folder / SCHEDULES

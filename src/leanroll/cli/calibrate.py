@@ -16,6 +16,7 @@ from leanroll.config import CalibrateConfig, load_config, to_toml
 from leanroll.config.resolved import changed_options, read_resolved
 from leanroll.environment import describe
 from leanroll.errors import ConfigError, ResumeError
+from leanroll.report.calibration import speed_line
 from leanroll.rundir import CONFIG, ENVIRONMENT, REPORT, write_json, write_text
 from leanroll.rundir_lock import LOCK, run_lock
 
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
 HELP = "Measure acceptance by budget and length, and fit the smallest schedule that reaches each target."
 SCHEMA = CalibrateConfig
 
-FREE_ON_RESUME = frozenset({"calibrate.run_dir", "calibrate.time_budget_min", "calibrate.targets", "rollout.kv_memory_gib"})
+FREE_ON_RESUME = frozenset(
+    {
+        "calibrate.run_dir",
+        "calibrate.time_budget_min",
+        "calibrate.targets",
+        "calibrate.measure_speed",
+        "calibrate.speed_batch_size",
+        "rollout.kv_memory_gib",
+    }
+)
 """Options that may change when a calibration is continued: what has been measured stays valid."""
 DENSE_ROLLOUTS = "rollouts.jsonl"
 
@@ -79,6 +89,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
                 folder=folder,
                 say=say,
                 progress=advance,
+                kv_memory_gib=config.rollout.kv_memory_gib,
             )
             summary = calibration.run(fitting, held_out)
         write_calibration_report(folder, folder / REPORT)
@@ -92,6 +103,8 @@ def _reject_inert(config: CalibrateConfig, keys: list[str]) -> None:
         "rollout.schedule": "the schedule is what is made",
         "rollout.scorer": "the scorer is calibrate.scorer",
     }
+    if not config.calibrate.measure_speed:
+        because["calibrate.speed_batch_size"] = "calibrate.measure_speed is false"
     if config.calibrate.texts:
         reason = "calibrate.texts are scored in place and no task is asked"
         because |= {k: reason for k in keys if k.startswith("task.") or k == "rollout.max_completion_length"}
@@ -123,7 +136,9 @@ def _texts(patterns: tuple[str, ...]) -> list[Path]:
     """
     found: list[Path] = []
     for pattern in patterns:
-        files = [Path(f).resolve() for f in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(f).is_file()]
+        files = [
+            Path(f).resolve() for f in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(f).is_file()
+        ]
         if not files:
             raise ConfigError(f"calibrate.texts: no file matches {pattern!r}.")
         found += files
@@ -145,7 +160,9 @@ def _prepare_folder(config: CalibrateConfig, resume: bool) -> Path:
         conflicts = {key: values for key, values in changes.items() if key not in FREE_ON_RESUME}
         if conflicts:
             listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in conflicts.items())
-            raise ResumeError(f"The calibration in {str(folder)!r} was made with other options: {listed}. Start a new one.")
+            raise ResumeError(
+                f"The calibration in {str(folder)!r} was made with other options: {listed}. Start a new one."
+            )
     elif folder.exists() and (not folder.is_dir() or any(entry.name != LOCK for entry in folder.iterdir())):
         raise ConfigError(
             f"Folder {str(folder)!r} is not empty; choose another calibrate.run_dir, or continue what is in it with --resume."
@@ -204,18 +221,20 @@ def _print(summary: dict[str, Any], folder: Path) -> None:
             cells = []
             for name in ("fit", "held_out", "continuations"):
                 stats = result.get(name, [None] * len(result["pages"]))[i]
-                cells.append("" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]")
+                cells.append(
+                    "" if stats is None else f"{stats['tail']:.3f} [{stats['tail_low']:.3f}, {stats['tail_high']:.3f}]"
+                )
             shown = f"{pages} (all)" if i in result["dense_bins"] else str(pages)
             table.add_row(f"{edges[i]}-{edges[i + 1] - 1}", shown, *cells)
         console.print(table)
     if summary["targets_missing"]:
         console.print(f"Targets not reached in time: {summary['targets_missing']}")
     for result in summary["targets"]:
-        speed = result.get("speed")
-        measured = f", measured {speed['measured']:.2f}x" if speed else ""
         saved = result["exhaustive_seconds"] / max(result["seconds"], 1e-9)
-        console.print(
-            f"target {result['target']:g}: {result['kv_share']:.2f} of the KV read over {summary['max_tokens']} tokens{measured}; "
-            f"{result['passes']} passes, {result['seconds'] / 60:.1f} min, an exhaustive sweep {saved:.1f}x as much"
+        line = (
+            f"target {result['target']:g}: {result['kv_share']:.2f} of the KV read over {summary['max_tokens']} tokens; "
+            f"{speed_line(result['speed'])}; {result['passes']} passes, {result['seconds'] / 60:.1f} min, an exhaustive sweep "
+            f"{saved:.1f}x as much"
         )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Schedules, table and report in {folder}")

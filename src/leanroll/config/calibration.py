@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from leanroll.config.base import Float, Int, Section
+from leanroll.config.base import Bool, Float, Int, Section
 
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
@@ -19,14 +19,21 @@ class CalibrationConfig(Section):
     )
     quantile: Share = Field(0.05, description="Quantile of alpha over tokens that must reach the target.")
     confidence: Share = Field(
-        0.9, description="Of the interval of that quantile (bootstrap over trajectories); its lower bound must reach the target."
+        0.9,
+        description="Of the interval of that quantile (bootstrap over trajectories); its lower bound must reach the target.",
     )
-    max_tokens: Int = Field(8192, ge=64, description="Length up to which budgets are fitted; beyond, all pages are read.")
+    max_tokens: Int = Field(
+        8192, ge=64, description="Length up to which budgets are fitted; beyond, all pages are read."
+    )
     bin_pages: Int = Field(64, ge=1, description="Pages per length bin: 64 pages of 16 tokens are 1,024 tokens.")
     page_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per page.")
     first_pages: Int = Field(1, ge=0, description="Pages at the start that are always read.")
-    last_pages: Int = Field(2, ge=1, description="Pages at the end that are always read; the one being written is one of them.")
-    dense_layers: tuple[Annotated[Int, Field(ge=0)], ...] = Field((0, 1), description="Layers that always read everything.")
+    last_pages: Int = Field(
+        2, ge=1, description="Pages at the end that are always read; the one being written is one of them."
+    )
+    dense_layers: tuple[Annotated[Int, Field(ge=0)], ...] = Field(
+        (0, 1), description="Layers that always read everything."
+    )
     scorer: str = Field("softmax", min_length=1, description="Page scorer the budgets are for.")
     budgets: tuple[Annotated[Int, Field(ge=2)], ...] = Field(
         (), description="Budgets in pages that may be chosen. Empty: about four per doubling."
@@ -37,15 +44,30 @@ class CalibrationConfig(Section):
     )
     windows_per_file: Int = Field(2, ge=1, description="Windows of max_tokens taken from one text at most.")
     trajectories: Int = Field(8, ge=2, description="Texts or completions that budgets are fitted on.")
-    held_out: Int = Field(4, ge=0, description="Others, of other files or prompts, that the schedules are validated on. 0: none.")
+    held_out: Int = Field(
+        4, ge=0, description="Others, of other files or prompts, that the schedules are validated on. 0: none."
+    )
     min_trajectories: Int = Field(4, ge=2, description="Trajectories in a bin before its interval counts.")
     continuations: Int = Field(
         64, ge=0, description="Tokens per sparse continuation of held-out prefixes, the second validation. 0: none."
     )
     warm_start: str | None = Field(
-        None, description="Schedule (name or file) of a neighbouring model or target to begin with. None: a guess by length."
+        None,
+        description="Schedule (name or file) of a neighbouring model or target to begin with. None: a guess by length.",
     )
     time_budget_min: Float = Field(0.0, ge=0, description="Minutes after which no new pass begins. 0: no limit.")
+    measure_speed: Bool = Field(
+        True,
+        description="Predict and measure, per target, how much faster rollouts decode than dense; skipped where the time budget "
+        "does not suffice.",
+    )
+    speed_batch_size: Int = Field(
+        8,
+        ge=0,
+        le=65536,
+        description="Sequences decoded together for the speed-up, fewer where rollout.kv_memory_gib holds fewer at max_tokens. "
+        "0: as many as it holds.",
+    )
     seed: Int = Field(0, ge=0, lt=2**63, description="Of the order of texts and of rollouts.")
     run_dir: str | None = Field(None, description="Folder. None: runs/<name>-<date>-<time> in the current folder.")
 

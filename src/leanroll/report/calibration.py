@@ -49,17 +49,65 @@ def write_calibration_report(folder: Path, output: Path) -> None:
 
 
 def _overview(summary: dict[str, Any]) -> str:
-    head = ["target", "KV share read", "measured speed-up", "passes", "minutes", "exhaustive sweep, minutes"]
+    head = [
+        "target",
+        "KV share read",
+        "predicted speed-up",
+        "measured speed-up",
+        "passes",
+        "minutes",
+        "exhaustive sweep, minutes",
+    ]
     rows = []
     for result in summary["targets"]:
-        speed = result.get("speed")
         rows.append([
-            f"{result['target']:g}", f"{result['kv_share']:.3f}", f"{speed['measured']:.2f}" if speed else "",
+            f"{result['target']:g}", f"{result['kv_share']:.3f}", *speed_cells(result.get("speed")),
             str(result["passes"]), f"{result['seconds'] / 60:.1f}", f"{result['exhaustive_seconds'] / 60:.1f}",
         ])  # fmt: skip
     missing = summary["targets_missing"]
     note = f"<p>Not finished in time: targets {missing}.</p>" if missing else ""
     return table(head, rows) + note
+
+
+def speed_cells(speed: dict[str, Any] | None) -> tuple[str, str]:
+    """Predicted and measured speed-up of a target (`speed` in calibration.json), or why there is none."""
+    if speed is None:
+        return "none yet", "none yet"
+    predicted, measured = f"none ({speed['prediction'] or 'not tried'})", f"none ({speed['reason']})"
+    if speed["predicted"] is not None:
+        predicted = f"{speed['predicted']:.2f}x"
+    if speed["measured"] is not None:
+        measured = f"{speed['measured']:.2f}x [{speed['measured_low']:.2f}, {speed['measured_high']:.2f}]"
+    return predicted, measured
+
+
+def speed_line(speed: dict[str, Any]) -> str:
+    """Both speed-ups of a target in words, with batch and lengths."""
+    predicted, measured = speed_cells(speed)
+    if not speed["prediction"]:
+        return f"no speed-up measured ({speed['reason']})"
+    timed = f" (steps timed at {', '.join(map(str, speed['lengths']))} tokens)" if speed["rows"] else ""
+    span = f"at batch {speed['batch']} from {speed['prompt_length']} to {speed['max_length']} tokens"
+    return f"speed-up {span} predicted {predicted}, measured {measured}{timed}"
+
+
+def _speed_table(speed: dict[str, Any] | None) -> str:
+    """Step times by length, where they were measured."""
+    if speed is None or not speed["rows"]:
+        return ""
+    head = ["tokens", "pages read", "dense, ms", "sparse, ms", "speed-up", "predicted"]
+    rows = []
+    for row in speed["rows"]:
+        predicted = f"{row['predicted_speedup']:.2f}" if "predicted_speedup" in row else ""
+        rows.append([
+            str(row["length"]), f"{row['budget']} of {row['num_pages']}", f"{row['dense_ms']['median']:.2f}",
+            f"{row['sparse_ms']['median']:.2f}", f"{row['speedup']['median']:.2f}", predicted,
+        ])  # fmt: skip
+    text = (
+        f"Decode steps of {speed['batch']} sequences. The speed-ups of the first table sum them from {speed['prompt_length']} to "
+        f"{speed['max_length']} tokens, interpolated between these lengths. Prediction: {speed['prediction']}."
+    )
+    return f"<p>{html.escape(text)}</p>" + table(head, rows)
 
 
 def _figures(summary: dict[str, Any]) -> list[str]:
@@ -188,7 +236,7 @@ def _target_table(summary: dict[str, Any], result: dict[str, Any]) -> str:
         )
         shown = f"{pages} (all)" if i in result["dense_bins"] else str(pages)
         rows.append([f"{edges[i]}-{edges[i + 1] - 1}", shown, *cells, *rest])
-    text = f"<h2>Target {result['target']:g}</h2>" + table(head, rows)
+    text = f"<h2>Target {result['target']:g}</h2>" + table(head, rows) + _speed_table(result.get("speed"))
     if not result["complete"]:
         text += "<p>Time ran out: undecided bins have the smallest budget that was shown to suffice.</p>"
     paper = result.get("paper")
