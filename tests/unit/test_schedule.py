@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from leanroll.errors import ConfigError
 from leanroll.rollout.schedule import UNLIMITED, BudgetSchedule, preset_names
 
-PUBLISHED = [name for name in preset_names() if name != "dense"]
+OURS = [name for name in preset_names() if name.startswith("smollm2-135m-")]
+PUBLISHED = [name for name in preset_names() if name != "dense" and name not in OURS]
 
 
 def test_twenty_published_presets() -> None:
@@ -30,6 +31,23 @@ def test_published_preset(name: str) -> None:
     assert schedule.target == pytest.approx(float(name.rpartition("-")[2]))
     assert not schedule.is_dense
     assert "model" in schedule.provenance
+
+
+def test_presets_that_calibrate_made() -> None:
+    assert "smollm2-135m-0.86" in OURS
+    for name in OURS:
+        schedule = BudgetSchedule.load(name)
+        assert schedule.name == name
+        assert schedule.target == pytest.approx(float(name.rpartition("-")[2]))
+        provenance = schedule.provenance
+        assert (provenance["made_by"], provenance["model"], provenance["complete"]) == (
+            "leanroll calibrate",
+            "smollm2-135m",
+            True,
+        )
+        assert provenance["max_tokens"] == 8192
+        assert schedule.pages[-1] == UNLIMITED  # nothing is known beyond
+        assert min(provenance["tail_per_bin"]) >= schedule.target
 
 
 def test_budget_changes_at_1985_not_2000() -> None:

@@ -177,11 +177,16 @@ def preset_names() -> list[str]:
 
 
 def _presets() -> dict[str, dict[str, Any]]:
-    text = resources.files("leanroll.rollout").joinpath("presets/published.json").read_text(encoding="utf-8")
-    file = json.loads(text)
+    """The published ones, and those in files of their own, as `leanroll calibrate` wrote them."""
+    folder = resources.files("leanroll.rollout").joinpath("presets")
+    file = json.loads(folder.joinpath("published.json").read_text(encoding="utf-8"))
     common = {"scorer": "mean", "provenance": {"source": file["source"]}}
-    return {
+    found = {
         entry["name"]: {**common, **{k: v for k, v in entry.items() if k != "model"}}
         | {"provenance": {"source": file["source"], "model": entry["model"]}}
         for entry in file["schedules"]
     }
+    for path in folder.iterdir():
+        if path.name.endswith(".json") and path.name != "published.json":
+            found[path.name.removesuffix(".json")] = json.loads(path.read_text(encoding="utf-8"))
+    return found
