@@ -27,6 +27,8 @@ from leanroll.environment import usable_cores
 from leanroll.models.default import DEFAULT_MODEL, default_model_dir
 from leanroll.models.load import load_policy
 
+VLLM_CHUNK = 2048
+"""Tokens that vLLM prefills per step, as `run_vllm` sets it."""
 SHORT_CONTEXT, SHORT_TOKENS, NUM_AGREEING = 600, 12, 8
 
 
@@ -91,6 +93,12 @@ def main() -> None:
     parser.add_argument("--most-load", type=float, default=0.5, help="wait until the machine's load average is below")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for that, before every process")
     options = parser.parse_args()
+    chunks = -(-options.batch * options.context // VLLM_CHUNK)
+    if options.vllm_python is not None and options.tokens < chunks + 8:
+        parser.error(
+            f"--tokens is {options.tokens}; vLLM decodes its first sequences while it prefills the last, in {chunks} steps, so that "
+            f"fewer than {chunks + 8} tokens leave no step in which all decode. Raise --tokens."
+        )
 
     model = str(default_model_dir()) if options.model == DEFAULT_MODEL else options.model
     tokenizer = load_policy(model).tokenizer
