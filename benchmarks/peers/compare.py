@@ -96,8 +96,8 @@ def main() -> None:
     chunks = -(-options.batch * options.context // VLLM_CHUNK)
     if options.vllm_python is not None and options.tokens < chunks + 8:
         parser.error(
-            f"--tokens is {options.tokens}; vLLM decodes its first sequences while it prefills the last, in {chunks} steps, so that "
-            f"fewer than {chunks + 8} tokens leave no step in which all decode. Raise --tokens."
+            f"--tokens is {options.tokens}; vLLM decodes its first sequences while it prefills the last, in {chunks} steps, so "
+            f"that fewer than {chunks + 8} tokens leave no step in which all decode. Raise --tokens."
         )
 
     model = str(default_model_dir()) if options.model == DEFAULT_MODEL else options.model
