@@ -271,7 +271,7 @@ def test_the_file_of_a_reward_can_import_its_neighbours(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from leanroll.tasks.base import RewardSpec, TaskItem
 from leanroll.tasks.rewards import RewardRunner
 
@@ -281,6 +281,8 @@ def reward(completions, **_):
     return [float(os.getpid())] * len(completions)
 
 if __name__ == "__main__":
+    # A shell starts its background jobs, a test run among them, with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runner = RewardRunner([RewardSpec("r", 1.0, reward)], time_limit_s=60)
     item = TaskItem(0, ({"role": "user", "content": "q"},))
     print(int(runner.score([item], ["a"]).total[0]), flush=True)
