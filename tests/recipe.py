@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from leanroll.config import RLConfig, validate
+from leanroll.losses import policy
+from leanroll.train import update
 from tests.tiny import tiny_model, tiny_tokenizer
 
 HERE = Path(__file__).parent
@@ -54,3 +58,16 @@ def tiny_recipe(model: Path, run_dir: Path, **changes: Any) -> RLConfig:
         if value is None:
             del data[section][field]
     return validate(RLConfig, data)
+
+
+def poison_loss(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Make the loss of one micro-batch, counted from 1, NaN."""
+    calls = 0
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, sums = policy.policy_loss(*args, **kwargs)
+        return (loss * float("nan") if calls == call else loss), sums
+
+    monkeypatch.setattr(update, "policy_loss", poisoned)

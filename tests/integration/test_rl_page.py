@@ -14,9 +14,8 @@ import pytest
 from leanroll.cli.main import main
 from leanroll.cli.rl import EXIT_INTERRUPTED
 from leanroll.config import to_toml
-from leanroll.losses import policy as policy_loss_module
-from leanroll.train import rl, update
-from tests.recipe import save_tiny_model, tiny_recipe
+from leanroll.train import rl
+from tests.recipe import poison_loss, save_tiny_model, tiny_recipe
 
 pytest.importorskip("matplotlib")
 
@@ -69,14 +68,6 @@ def test_without_matplotlib_a_notice(
 
 
 def test_of_a_run_that_fails(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        loss, sums = policy_loss_module.policy_loss(*args, **kwargs)
-        return (loss * float("nan") if calls == 2 else loss), sums
-
-    monkeypatch.setattr(update, "policy_loss", poisoned)
+    poison_loss(monkeypatch, call=2)
     assert main(["rl", str(recipe)]) == 1
     assert steps_shown(tmp_path / "run" / "report.html") == 1
