@@ -206,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="steps per run (default: the recipes')")
     parser.add_argument("--prompts", type=int, default=1000, help="held-out prompts of the final evaluation")
+    parser.add_argument("--jobs", type=int, default=1, help="policies trained or evaluated side by side")
     parser.add_argument(
         "--report", type=Path, help="Markdown file for curves and tables (default: in the work directory)"
     )
