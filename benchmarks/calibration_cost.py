@@ -1,10 +1,12 @@
 """What the search over budgets saves against measuring every budget at every length, and whether it finds the same schedule.
 
     python -m benchmarks.calibration_cost --texts FILES [--max-tokens 2048] [--targets 0.86 0.9] [--work-dir DIR]
+    [--plot FILE]
 
 The exhaustive way: every rung of the ladder, constant over all lengths, on all trajectories; per bin the smallest rung whose lower
 bound reaches the target. The search: `leanroll calibrate`'s, from nothing, per target. Both on the same trajectories; results are
-kept in the work directory, so a broken-off run goes on.
+kept in the work directory, so a broken-off run goes on. `--plot` draws the sweep: mean and 5th percentile of alpha by length at
+constant budgets, the figure of the paper that says why budgets grow and why the mean does not show it.
 """
 
 from __future__ import annotations
@@ -15,12 +17,35 @@ from pathlib import Path
 
 from benchmarks._common import print_result, progress
 from leanroll.calibrate.fit import Search
-from leanroll.calibrate.passes import PassRunner
+from leanroll.calibrate.passes import PassRunner, SchedulePass
 from leanroll.calibrate.search import Ladder, default_budgets
 from leanroll.calibrate.trajectories import from_texts
 from leanroll.kernels.dispatch import get_backend
 from leanroll.models import load_policy
+from leanroll.report.plots import new_figure, shade
 from leanroll.rollout.schedule import BudgetSchedule
+
+PLOTTED_EVERY = 4
+"""Rungs between two curves: a doubling of the budget."""
+
+
+def plot_sweep(sweep: Sequence[SchedulePass], path: Path) -> None:
+    """Mean and tail of alpha by length, one line per constant budget, both on one scale."""
+    shown = sweep[::PLOTTED_EVERY]
+    figure = new_figure(9.0, 3.4)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, statistic, title in zip(panels, ("mean", "tail"), ("mean", "5th percentile"), strict=True):
+        for i, measured in enumerate(shown):
+            points = [((b.low + b.high) / 2, getattr(b, statistic)) for b in measured.bins[:-1] if b is not None]
+            label = f"{measured.schedule.pages[0]} pages"
+            axes.plot(*zip(*points, strict=True), marker=".", color=shade(i, len(shown)), label=label)
+        axes.set_title(f"{title} of the acceptance rate", fontsize=10)
+        axes.set_xlabel("tokens")
+        axes.grid(alpha=0.25)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, frameon=False
+    )
+    figure.savefig(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.9])
     parser.add_argument("--scorer", default="softmax")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/calibration_cost"))
+    parser.add_argument("--plot", type=Path, help="SVG or PNG file of the sweep")
     options = parser.parse_args(arguments)
 
     policy = load_policy("smollm2-135m")
@@ -60,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     sweep = search("sweep")
     sweep.sweep(range(len(ladder.pages) - 1))
+    if options.plot is not None:
+        plot_sweep(sweep.history, options.plot)
     guess = [
         next(r for r, p in enumerate(ladder.pages) if 6 * p >= (i + 1) * options.bin_pages) for i in range(num_bins)
     ]
