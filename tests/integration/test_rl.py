@@ -12,7 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from leanroll.errors import ConfigError, RewardError, TrainingDiverged
+from leanroll.errors import ConfigError, ResumeError, RewardError, TrainingDiverged
 from leanroll.losses import policy as policy_loss_module
 from leanroll.measure.logprobs import score
 from leanroll.rundir import RunDir
@@ -41,7 +41,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def test_learns_and_leaves_a_complete_run(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = tiny_recipe(
-        model, run, train__steps=8, eval__every=4, train__save_every=4, rl__num_generations=8,
+        model,
+        run,
+        train__steps=8,
+        eval__every=4,
+        train__save_every=4,
+        rl__num_generations=8,
         optimizer__learning_rate=0.02,
     )
     summary = rl.run(config, quiet=True)
@@ -130,7 +135,9 @@ def test_options(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     if "rl__mask_truncated_completions" in changes:
         assert 0 < records[1]["truncated_share"] < 1
         assert 0 < records[1]["trained_tokens"] < records[1]["generated_tokens"]
-        assert 0 < records[1]["alpha/paper_p05"] <= records[1]["alpha/paper_p05_low"] <= records[1]["alpha/paper_p05_high"]
+        assert (
+            0 < records[1]["alpha/paper_p05"] <= records[1]["alpha/paper_p05_low"] <= records[1]["alpha/paper_p05_high"]
+        )
     by_position = {name: value for name, value in records[1].items() if name.startswith("mismatch/pos_")}
     counts = {name: value for name, value in by_position.items() if name.endswith("/tokens")}
     assert sum(counts.values()) == records[1]["trained_tokens"], "masked tokens and further passes do not count"
@@ -213,7 +220,12 @@ def test_the_loss_gets_what_the_recipe_says(
 def test_zero_variance_groups_are_resampled_then_left_out(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = tiny_recipe(
-        model, run, task__rewards=reward("constant"), rl__resample_zero_std=2, train__steps=1, eval__num_prompts=0,
+        model,
+        run,
+        task__rewards=reward("constant"),
+        rl__resample_zero_std=2,
+        train__steps=1,
+        eval__num_prompts=0,
         eval__num_samples=None,
     )
     summary = rl.run(config, quiet=True)
@@ -283,6 +295,24 @@ def test_ctrl_c_saves_and_resume_equals_no_interruption(model: Path, tmp_path: P
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_decay_added_when_resuming_equals_one_planned_from_the_start(model: Path, tmp_path: Path) -> None:
+    straight, extended = tmp_path / "straight", tmp_path / "extended"
+    changes: dict[str, Any] = {
+        "task__rewards": reward("share_of_liked_ids"), "eval__num_prompts": 0, "eval__num_samples": None,
+    }  # fmt: skip
+    decay = {"train__steps": 4, "optimizer__scheduler": "linear", "optimizer__decay_steps": 2}
+    rl.run(tiny_recipe(model, straight, **changes, **decay), quiet=True)
+    rl.run(tiny_recipe(model, extended, **changes, train__steps=2), quiet=True)
+    rl.run(tiny_recipe(model, extended, **changes, **decay), resume=True, quiet=True)
+    assert metrics(extended) == metrics(straight)
+    rates = [record["learning_rate"] for record in metrics(straight) if record["step"] > 0]
+    assert rates == pytest.approx([rates[0], rates[0], rates[0] * 2 / 3, rates[0] / 3])
+    with pytest.raises(ResumeError, match=r"optimizer\.decay_steps"):
+        rl.run(
+            tiny_recipe(model, extended, **changes, **decay | {"optimizer__decay_steps": 1}), resume=True, quiet=True
+        )
+
+
 def test_rewards_that_draw_and_fail_resume_exactly(model: Path, tmp_path: Path) -> None:
     """The checkpoint of step 2 is written when step 3 has already drawn numbers."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -345,9 +375,7 @@ def test_micro_batch_is_checked_before_anything_is_sampled(model: Path, tmp_path
     assert not list((tmp_path / "run" / "rollouts").iterdir())
 
 
-def test_a_tracker_that_is_not_installed_raises(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_raises(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl, "get_available_trackers", lambda: ["wandb"])
     with pytest.raises(ConfigError, match="names tensorboard, which is not installed"):
         rl.run(tiny_recipe(model, tmp_path / "run", train__trackers=["wandb", "tensorboard"]), quiet=True)
@@ -374,9 +402,7 @@ def _loaded_rewards() -> Any:
     return next(m for name, m in sys.modules.items() if name.startswith("leanroll_user_reward_"))
 
 
-def test_divergence_is_diagnosed_and_nothing_lost(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_divergence_is_diagnosed_and_nothing_lost(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     poison_loss(monkeypatch, call=3)
     with pytest.raises(TrainingDiverged, match=r"Step 3: the loss is nan.*step-000003\.json"):

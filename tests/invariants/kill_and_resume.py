@@ -92,7 +92,9 @@ def differences(left: Path, right: Path) -> list[str]:
         found += [f"step {one['step']}, {k}: {one.get(k)} and {other.get(k)}" for k in keys]
     for folder in ("rollouts", "eval"):
         for path in sorted({p.name for run in (left, right) for p in (run / folder).iterdir()}):
-            texts = [(run / folder / path).read_text() if (run / folder / path).exists() else None for run in (left, right)]
+            texts = [
+                (run / folder / path).read_text() if (run / folder / path).exists() else None for run in (left, right)
+            ]
             if texts[0] != texts[1]:
                 found.append(f"{folder}/{path}")
     states = [torch.load(run / "checkpoints/latest/trainer.pt", weights_only=True) for run in (left, right)]

@@ -81,7 +81,10 @@ def test_dense_decoding_is_dense_rescoring(family, backend):
 
 @pytest.mark.parametrize(
     ("family", "scorer"),
-    [*((family, scorer) for family in FAMILIES for scorer in ("mean", "softmax")), *(("llama", s) for s in scorer_names()[2:])],
+    [
+        *((family, scorer) for family in FAMILIES for scorer in ("mean", "softmax")),
+        *(("llama", s) for s in scorer_names()[2:]),
+    ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_i2_own_selection_in_fp32(family, backend, scorer):

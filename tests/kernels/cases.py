@@ -40,7 +40,9 @@ def shapes(draw: st.DrawFn) -> Shape:
     first, last = draw(st.integers(0, 2)), draw(st.integers(1, 3))
     # Up to some twenty pages, so that chunks of 512 tokens, partial pages and full pages all occur.
     longest = min(22 * page_size, 1300)
-    lengths = draw(st.lists(st.integers(1, longest) | st.sampled_from((1, page_size, 2 * page_size)), min_size=1, max_size=4))
+    lengths = draw(
+        st.lists(st.integers(1, longest) | st.sampled_from((1, page_size, 2 * page_size)), min_size=1, max_size=4)
+    )
     budget = st.integers(first + last, first + last + 12) | st.just(2**30)
     dtypes = draw(
         st.sampled_from(

@@ -175,7 +175,10 @@ def test_budget_of_all_pages_is_dense() -> None:
 def test_many_heads_and_long_sequence() -> None:
     shape = replace(LARGE, lengths=(5000,), budgets=(64,), num_kv_heads=2, group=9, scorer="softmax")
     case, cpu = Case(shape), CpuBackend()
-    for selected in (cpu.select_pages(cpu.score_pages(case.q, case.layer, case.batch, case.scorer), case.batch, 16), None):
+    for selected in (
+        cpu.select_pages(cpu.score_pages(case.q, case.layer, case.batch, case.scorer), case.batch, 16),
+        None,
+    ):
         arguments = (case.q, case.layer, case.batch, selected, case.scale)
         assert_close(cpu.decode_attention(*arguments), REFERENCE.decode_attention(*arguments))
 

@@ -35,7 +35,14 @@ def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraWe
     biased=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
 def test_linear_group(
-    rows: int, width: int, sizes: list[int], dtype: torch.dtype, lora_dtype: torch.dtype | None, rank: int, biased: bool, seed: int
+    rows: int,
+    width: int,
+    sizes: list[int],
+    dtype: torch.dtype,
+    lora_dtype: torch.dtype | None,
+    rank: int,
+    biased: bool,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 

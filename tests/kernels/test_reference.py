@@ -87,7 +87,9 @@ def test_selection_keeps_reserved_pages_and_the_best(shape: Shape) -> None:
 
 def test_ties_go_to_the_earlier_page() -> None:
     batch = DecodeBatch(
-        torch.zeros(1, 8, dtype=torch.int32), torch.tensor([64], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+        torch.zeros(1, 8, dtype=torch.int32),
+        torch.tensor([64], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
     )
     scores = torch.tensor([[[-torch.inf, 1.0, 2.0, 1.0, 1.0, 0.0, -torch.inf, -torch.inf]]])
     assert select_pages(scores, batch, 8).tolist() == [[[0, 1, 2, 6, 7]]]
@@ -156,7 +158,9 @@ def test_rows_given_or_gathered_score_alike(shape: Shape) -> None:
 def test_writing_and_slots() -> None:
     layer = PagedLayer(torch.zeros(3, 2, 8, 16, dtype=torch.bfloat16), torch.zeros(3, 2, 8, 16, dtype=torch.bfloat16))
     batch = DecodeBatch(
-        torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+        torch.tensor([[2, 1]], dtype=torch.int32),
+        torch.tensor([11], dtype=torch.int32),
+        torch.tensor([9], dtype=torch.int32),
     )
     slots = current_slots(batch, 8)
     assert slots.tolist() == [1 * 8 + 2]

@@ -1,7 +1,7 @@
 """From a target to a schedule that has been measured to reach it.
 
-    for each target: propose a schedule → measure it → … until every bin is decided → measure the schedule that results, on all
-    trajectories; a bin that misses the target there goes up a rung.
+for each target: propose a schedule → measure it → … until every bin is decided → measure the schedule that results, on all
+trajectories; a bin that misses the target there goes up a rung.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Fit:
     num_scored: int
     seconds: float
     complete: bool
+
 
 @dataclass
 class Search:
@@ -121,7 +122,8 @@ class Search:
         def enough(result: SchedulePass) -> bool:
             estimates = result.estimates(self.ladder.pages)
             return all(
-                (e := estimates[i]) is None or e.suffices(target, self.ladder.min_trajectories) is not None for i in tested
+                (e := estimates[i]) is None or e.suffices(target, self.ladder.min_trajectories) is not None
+                for i in tested
             )
 
         return enough

@@ -41,7 +41,9 @@ def fit_beta(values: np.ndarray) -> BetaFit | None:
     try:
         from scipy import stats
     except ImportError as error:
-        raise ConfigError("Beta fits need scipy, which is not installed; run `pip install 'leanroll[calibrate]'`.") from error
+        raise ConfigError(
+            "Beta fits need scipy, which is not installed; run `pip install 'leanroll[calibrate]'`."
+        ) from error
     low = values[values <= HIGH_ACCEPTANCE].astype(np.float64)
     if len(low) < MIN_BETA_TOKENS:
         return None

@@ -31,7 +31,13 @@ class Trajectory:
 
 
 def from_texts(
-    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, min_tokens: int, per_file: int, seed: int
+    paths: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    min_tokens: int,
+    per_file: int,
+    seed: int,
 ) -> list[Trajectory]:
     """Windows of at most max_tokens tokens of each file, without special tokens, in an order shuffled by the seed.
 
@@ -82,7 +88,9 @@ def from_groups(groups: Sequence[RolloutGroup], max_tokens: int) -> list[Traject
     ]
 
 
-def split(trajectories: Sequence[Trajectory], num_fit: int, num_held_out: int) -> tuple[list[Trajectory], list[Trajectory]]:
+def split(
+    trajectories: Sequence[Trajectory], num_fit: int, num_held_out: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
     """The first num_fit for fitting, and up to num_held_out of other sources for validation.
 
     Raises:

@@ -54,9 +54,7 @@ def continue_sparsely(
     """
     schedule = engine.schedule
     plan = SparsePlan.of(policy.spec, schedule, kv_dtype=engine.kv_dtype)
-    sampling = SamplingParams(
-        temperature=temperature, max_completion_length=num_tokens, seed=seed, ignore_stop=True
-    )
+    sampling = SamplingParams(temperature=temperature, max_completion_length=num_tokens, seed=seed, ignore_stop=True)
     edges = bin_edges(schedule)
     values: list[np.ndarray] = []
     lengths: list[np.ndarray] = []

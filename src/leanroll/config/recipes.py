@@ -155,7 +155,9 @@ class BenchConfig(Section):
                 "--rollout.schedule (`leanroll calibrate` makes one)"
             )
         if self.adapter.type == "none" and self.adapter.path is not None:
-            raise ValueError("adapter.path is set but has no effect, because adapter.type is 'none'; remove one of them")
+            raise ValueError(
+                "adapter.path is set but has no effect, because adapter.type is 'none'; remove one of them"
+            )
         if self.bench.peers and self.adapter.path is not None:
             raise ValueError("bench.peers run the plain model, but adapter.path is set; leave out one of them")
         if "llama_cpp" in self.bench.peers and self.bench.gguf is None and self.model.name != "smollm2-135m":
@@ -192,6 +194,9 @@ INERT_RULES = (
         ("rl.importance_sampling_cap",),
         lambda c: c.rl.importance_sampling_mode == "off",
         "rl.importance_sampling_mode is 'off'",
+    ),
+    InertRule(
+        ("optimizer.decay_steps",), lambda c: c.optimizer.scheduler == "constant", "optimizer.scheduler is 'constant'"
     ),
     InertRule(("rl.overlong_penalty",), lambda c: c.rl.overlong_buffer == 0, "rl.overlong_buffer is 0 (no penalty)"),
     InertRule(("rl.use_bias_correction_kl",), lambda c: c.rl.beta == 0, "rl.beta is 0 (no KL)"),

@@ -24,6 +24,9 @@ FREE_ON_RESUME = frozenset(
 """Options that may change when a run is resumed: they enter no formula. (kv_memory_gib can change which sequences are decoded
 together, so in bfloat16 a token may differ by rounding.)"""
 
+RATE_SCHEDULE = frozenset({"train.steps", "optimizer.scheduler", "optimizer.warmup_steps", "optimizer.decay_steps"})
+"""Options that only say how the learning rate goes over the steps."""
+
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
@@ -57,14 +60,18 @@ def changed_options(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def resume_conflicts(old: RLConfig, new: RLConfig) -> dict[str, tuple[Any, Any]]:
+def resume_conflicts(old: RLConfig, new: RLConfig, steps_done: int) -> dict[str, tuple[Any, Any]]:
     """The changed options that would make a resumed run differ from an uninterrupted one → (old, new).
 
-    `train.steps` may grow or shrink under a constant learning rate only, since the other schedules depend on it.
+    The number of steps and the schedule of the learning rate may change as long as the steps done so far had the same rates: more
+    steps at a constant rate, say, or a decay at their end.
     """
     free = set(FREE_ON_RESUME)
-    if old.optimizer.scheduler == new.optimizer.scheduler == "constant":
-        free.add("train.steps")
+    if all(
+        old.optimizer.rate_factor(step, old.train.steps) == new.optimizer.rate_factor(step, new.train.steps)
+        for step in range(1, steps_done + 1)
+    ):
+        free |= RATE_SCHEDULE
     return {key: values for key, values in changed_options(old, new).items() if key not in free}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -100,6 +101,26 @@ class OptimizerConfig(Section):
         description="Learning rate after the warm-up: constant, or falling towards 0, reached one step after the last.",
     )
     warmup_steps: Int = Field(0, ge=0, description="Steps of linear warm-up from 0. 0: none.")
+    decay_steps: Int = Field(
+        0,
+        ge=0,
+        description="Last steps, over which `linear` or `cosine` falls; up to them the rate stays at its peak. 0: all after the "
+        "warm-up.",
+    )
+
+    def rate_factor(self, step: int, num_steps: int) -> float:
+        """Factor on the learning rate for the 1-based `step` of `num_steps`; all updates of a step share it.
+
+        Warm-up rises linearly and reaches 1 at step `warmup_steps`; `linear` and `cosine` reach 0 one step after the last, so
+        that no step is wasted. A pure function of the step, so there is no scheduler state to save.
+        """
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        start = max(1, self.warmup_steps, num_steps - self.decay_steps if self.decay_steps else 0)
+        if self.scheduler == "constant" or step <= start:
+            return 1.0
+        progress = (step - start) / (num_steps + 1 - start)
+        return 1.0 - progress if self.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class TrainConfig(Section):

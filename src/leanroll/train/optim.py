@@ -10,32 +10,13 @@ two moments), 16 per bf16 one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leanroll.errors import ConfigError, ResumeError
-
-SchedulerType = Literal["constant", "linear", "cosine"]
-
-
-def learning_rate_factor(kind: SchedulerType, step: int, num_steps: int, warmup_steps: int) -> float:
-    """Factor on the learning rate for the 1-based `step` of `num_steps`; all updates of a step share it.
-
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`; `linear` and `cosine` then fall towards 0, which they
-    would reach one step after the last, so that no step is wasted. A pure function of the step, so there is no
-    scheduler state to save.
-    """
-    if step < warmup_steps:
-        return step / warmup_steps
-    if kind == "constant":
-        return 1.0
-    start = max(1, warmup_steps)
-    progress = (step - start) / (num_steps + 1 - start)
-    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class MasterAdamW:

@@ -381,7 +381,8 @@ def _open_run(path: str, config: RLConfig, schedule: BudgetSchedule) -> RunDir |
     if RunDir.is_unstarted(path):
         return None
     run = RunDir.open(path)
-    conflicts = resume_conflicts(read_resolved(RLConfig, run.config_path), config)
+    steps_done = max(run.checkpoint_steps(), default=0)
+    conflicts = resume_conflicts(read_resolved(RLConfig, run.config_path), config, steps_done)
     if conflicts:
         changes = "; ".join(f"{key}: {old!r} → {new!r}" for key, (old, new) in conflicts.items())
         raise ResumeError(

@@ -29,7 +29,7 @@ from leanroll.measure.packing import PackedBatch, pack
 from leanroll.models import Policy
 from leanroll.rundir import RunDir
 from leanroll.train.diagnosis import write_diagnosis
-from leanroll.train.optim import MasterAdamW, learning_rate_factor
+from leanroll.train.optim import MasterAdamW
 from leanroll.train.progress import RunDisplay
 from leanroll.train.token_stats import TokenRecord, TokenStats
 from leanroll.types import Rollout, RolloutGroup
@@ -80,7 +80,7 @@ class PolicyUpdater:
             TrainingDiverged: a loss or gradient is not finite; parameters are those before that update.
         """
         rl, optimizer = self._config.rl, self._config.optimizer
-        factor = learning_rate_factor(optimizer.scheduler, step, self._config.train.steps, optimizer.warmup_steps)
+        factor = optimizer.rate_factor(step, self._config.train.steps)
         parts = self._parts(groups)
         stats = TokenStats(bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations)
         losses: list[float] = []

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from leanroll.config import (
     EvaluateConfig,
     GenerateConfig,
+    OptimizerConfig,
     RLConfig,
     TaskConfig,
     changed_options,
@@ -289,10 +290,38 @@ def test_changed_options_and_resume() -> None:
         "train.steps": (100, 7),
         "train.save_every": (10, 3),
     }
-    assert resume_conflicts(old, new) == {"rl.epsilon": (0.2, 0.1)}
-    old, new = load(("optimizer.scheduler", "linear")), load(("optimizer.scheduler", "linear"), ("train.steps", "7"))
-    assert resume_conflicts(old, new) == {"train.steps": (100, 7)}
+    assert resume_conflicts(old, new, steps_done=50) == {"rl.epsilon": (0.2, 0.1)}
     assert changed_options(load(), load(("rl.delta", "2.0"))) == {"rl.delta": (None, 2.0)}
+
+
+def test_resume_may_change_the_rest_of_the_learning_rate_schedule() -> None:
+    linear = ("optimizer.scheduler", "linear")
+    old, new = load(linear), load(linear, ("train.steps", "7"))
+    assert resume_conflicts(old, new, steps_done=0) == {}
+    assert resume_conflicts(old, new, steps_done=2) == {"train.steps": (100, 7)}
+
+    constant, decaying = load(("train.steps", "6")), load(("train.steps", "10"), linear, ("optimizer.decay_steps", "4"))
+    assert resume_conflicts(constant, decaying, steps_done=6) == {}
+    assert set(resume_conflicts(constant, decaying, steps_done=7)) == {
+        "train.steps",
+        "optimizer.scheduler",
+        "optimizer.decay_steps",
+    }
+
+
+def test_learning_rate_warms_up_stays_and_falls() -> None:
+    def factors(**options: Any) -> list[float]:
+        optimizer = OptimizerConfig(**options)
+        return [optimizer.rate_factor(step, 8) for step in range(1, 9)]
+
+    assert factors(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert factors(scheduler="linear", warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert factors(scheduler="linear", decay_steps=3) == pytest.approx([1.0] * 5 + [0.75, 0.5, 0.25])
+    assert factors(scheduler="linear", warmup_steps=4, decay_steps=9) == factors(scheduler="linear", warmup_steps=4)
+    cosine = factors(scheduler="cosine")
+    assert cosine[0] == 1.0
+    assert cosine == sorted(cosine, reverse=True)
+    assert cosine[-1] > 0
 
 
 def test_resolved_lists_every_option_that_is_set() -> None:

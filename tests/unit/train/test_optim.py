@@ -1,4 +1,4 @@
-"""AdamW with fp32 masters, and the learning-rate schedule."""
+"""AdamW with fp32 masters."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ import torch
 from torch import nn
 
 from leanroll.errors import ConfigError, ResumeError
-from leanroll.train.optim import MasterAdamW, learning_rate_factor
-
-
-def test_schedule_warms_up_then_falls() -> None:
-    factors = [learning_rate_factor("linear", s, 8, 4) for s in range(1, 9)]
-    assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2])
-    assert [learning_rate_factor("constant", s, 8, 0) for s in (1, 8)] == [1.0, 1.0]
-    cosine = [learning_rate_factor("cosine", s, 8, 0) for s in range(1, 9)]
-    assert cosine[0] == 1.0
-    assert cosine == sorted(cosine, reverse=True)
-    assert cosine[-1] > 0
+from leanroll.train.optim import MasterAdamW
 
 
 def quadratic_steps(p: nn.Parameter, steps: int, lr: float) -> MasterAdamW:

@@ -48,7 +48,9 @@ def linear_group(
     x = x.contiguous()
     num_rows, width = x.shape
     if num_rows > module.MAX_LINEAR_ROWS:
-        raise UserError(f"linear_group got {num_rows} rows; expected at most {module.MAX_LINEAR_ROWS}. Use torch beyond.")
+        raise UserError(
+            f"linear_group got {num_rows} rows; expected at most {module.MAX_LINEAR_ROWS}. Use torch beyond."
+        )
     dtype = x.dtype
     out_dtype = dtype if out_dtype is None else out_dtype
     items, outputs = [], []
