@@ -111,7 +111,8 @@ def test_i2_recorded_pages_of_a_narrower_cache():
     # Not bit for bit: an activation that differs by its last bit can fall to the other side when it is rounded to the cache.
     assert (actual - torch.cat(scores.logprobs)).abs().median() < 1e-5
     first = torch.tensor([r.logprobs[0] for g in groups for r in g.rollouts])
-    assert_close(torch.stack([s[0] for s in scores.logprobs]), first, torch.float16, "the prompts, whose keys prefill rounds")
+    again = torch.stack([s[0] for s in scores.logprobs])
+    assert_close(again, first, torch.float16, "the prompts, whose keys prefill rounds")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
