@@ -18,7 +18,6 @@ from leanroll.errors import ConfigError, RolloutError
 from leanroll.kernels.dispatch import KernelBackend
 from leanroll.types import SamplingParams
 
-
 MIN_TEMPERATURE = 1e-6
 """Divided by less, logits may overflow float32."""
 
