@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 .PHONY: venv quickstart test lint format clean
 

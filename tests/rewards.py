@@ -21,6 +21,13 @@ def constant(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [1.0] * len(completion_ids)
 
 
+def fails_on_short(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Raises for a completion that stopped early."""
+    if min(map(len, completion_ids)) < max(map(len, completion_ids)) or len(completion_ids[0]) < 24:
+        raise RuntimeError("too short")
+    return [1.0] * len(completion_ids)
+
+
 def noisy(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Draws from the global generators, all three."""
     return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completion_ids]

@@ -242,6 +242,7 @@ def test_from_a_task(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["--targets", "0.9", "0.9"], "twice"),
         (["--max-tokens", "1024"], "context holds 512"),
         (["--texts", "nowhere/*.txt"], "no file matches"),
+        (["--texts", "it's.txt"], 'no file matches "it\'s.txt"'),
         (["--calibrate.trajectories", "15"], "expected at least 15 to fit on"),
         (["--calibrate.budgets", "[2, 9]"], "reserved"),
         (["--calibrate.scorer", "nonsense"], "nonsense"),

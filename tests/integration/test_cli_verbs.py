@@ -152,6 +152,20 @@ def test_eval(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert json.loads(output.read_text())["num_prompts"] == 6
 
 
+def test_eval_keeps_its_completions(recipe: Path, tmp_path: Path) -> None:
+    output, completions = tmp_path / "eval.json", tmp_path / "completions.jsonl"
+    assert main(["eval", str(recipe), "-o", str(output), "--completions", str(completions)]) == 0
+    rows = list(read_jsonl(completions))
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, s) for p in range(3) for s in range(2)]
+    assert [row["prompt"] for row in rows[::2]] == [f"Eval {i}: what comes next?" for i in range(3)]
+    for row in rows:
+        expected = 1.0 if len(row["completion"]) < 5 * row["prompt_index"] else 0.25  # `REWARD`
+        assert (row["reward"], row["rewards"]) == (expected, {"short": expected})
+        assert row["finish_reason"] in ("stop", "length")
+    rewards = [reward for prompt in json.loads(output.read_text())["per_prompt"] for reward in prompt["rewards"]]
+    assert [row["reward"] for row in rows] == rewards
+
+
 def test_doctor(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--model.name", str(model), "--model.device", "cpu", "--rollout.kernel", "reference"]
     assert main(["doctor", *options, "--rollout.schedule", "qwen3-4b-0.86"]) == 0

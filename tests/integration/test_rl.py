@@ -12,7 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from leanroll.errors import ConfigError, ResumeError, RewardError, TrainingDiverged
+from leanroll.errors import ConfigError, ResumeError, RewardError, TrainingDiverged, UserError
 from leanroll.losses import policy as policy_loss_module
 from leanroll.measure.logprobs import score
 from leanroll.rundir import RunDir
@@ -259,6 +259,17 @@ def test_overlong_completions_lose_reward_in_training_only(model: Path, tmp_path
         tiny_recipe(model, run, rollout__max_completion_length=limit, rl__overlong_buffer=limit + 1)
 
 
+def test_the_logged_penalty_is_of_the_samples_that_count(model: Path, tmp_path: Path) -> None:
+    config = tiny_recipe(
+        model, tmp_path / "run", train__steps=1, rollout__max_completion_length=24, rl__overlong_buffer=16,
+        task__rewards=reward("fails_on_short"), task__on_reward_error="drop", rl__prompts_per_step=16,
+    )  # fmt: skip
+    rl.run(config, quiet=True)
+    record = metrics(tmp_path / "run")[1]
+    assert 0 < record["dropped_completions"] < record["completions"]
+    assert record["reward/mean"] == pytest.approx(record["reward/fails_on_short"] + record["reward/overlong"])
+
+
 def test_gradient_does_not_depend_on_micro_batches(model: Path, tmp_path: Path) -> None:
     """The first moment after one step is (1 - beta1) times the clipped gradient."""
     moments = []
@@ -274,6 +285,18 @@ def test_gradient_does_not_depend_on_micro_batches(model: Path, tmp_path: Path) 
     scale = moments[0].norm()
     assert scale > 0
     assert (moments[0] - moments[1]).norm() < 1e-5 * scale
+
+
+def test_gradient_does_not_depend_on_the_environment(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would divide the loss by what a variable of its launcher says."""
+    norms = []
+    for steps in ("1", "4"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
+        rl.run(tiny_recipe(model, tmp_path / steps, train__steps=1), quiet=True)
+        norms.append(metrics(tmp_path / steps)[1]["grad_norm"])
+    assert norms[0] == norms[1] > 0
 
 
 def test_ctrl_c_saves_and_resume_equals_no_interruption(model: Path, tmp_path: Path) -> None:
@@ -353,26 +376,47 @@ def test_restore_keeps_generator_states_off_the_device(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), saved)
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-def test_kl_is_to_where_training_started(model: Path, tmp_path: Path, loaded: bool) -> None:
+@pytest.mark.parametrize("loaded", ["", "adapter.path", "model.name"])
+def test_kl_is_to_where_training_started(model: Path, tmp_path: Path, loaded: str) -> None:
     """One update per step, so that step 2 has moved away from the start but not from its own beginning."""
     first, second = tmp_path / "first", tmp_path / "second"
     changes: dict[str, Any] = {"rl__beta": 0.1}
     if loaded:
         rl.run(tiny_recipe(model, first, train__steps=1, optimizer__learning_rate=0.1), quiet=True)
         adapter = str(first / "checkpoints" / "latest" / "policy")
-        changes |= {"adapter__path": adapter, "adapter__r": None, "adapter__alpha": None}
+        changes |= {"adapter__r": None, "adapter__alpha": None}
+        changes |= {"adapter__path": adapter} if loaded == "adapter.path" else {}
+        changes |= {"model__name": adapter, "adapter__type": "none"} if loaded == "model.name" else {}
+        changes |= {"rollout__schedule": str(model / "schedule.json")} if loaded == "model.name" else {}
     rl.run(tiny_recipe(model, second, train__steps=2, **changes), quiet=True)
     records = metrics(second)
     assert records[1]["kl_to_ref"] == pytest.approx(0.0, abs=1e-6)
     assert records[2]["kl_to_ref"] > 1e-4
 
 
-def test_micro_batch_is_checked_before_anything_is_sampled(model: Path, tmp_path: Path) -> None:
-    changes = {"train__micro_batch_tokens": 20, "eval__num_prompts": 0, "eval__num_samples": None}
-    with pytest.raises(ConfigError, match="micro_batch_tokens is 20, but a prompt of"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train__micro_batch_tokens": 20}, "micro_batch_tokens is 20, but a prompt of"),
+        ({"rollout__top_k": 1000}, "top_k is 1000; expected 0"),
+        ({"rollout__kv_memory_gib": 2e-5}, "but kv_memory_gib=2e-05 holds 3"),
+        ({"task__few_shot": "x" * 600}, "the model's context holds 512"),
+        ({"task__few_shot_file": "rewards"}, "expected a UTF-8 text file"),
+        ({"model__chat_template": "broken"}, "does not take a conversation"),
+    ],
+)
+@pytest.mark.parametrize("with_eval", [True, False])
+def test_what_cannot_run_leaves_no_run_directory(
+    model: Path, tmp_path: Path, changes: dict[str, Any], message: str, with_eval: bool
+) -> None:
+    (tmp_path / "rewards").write_bytes(b"\xff\xfe")
+    (tmp_path / "broken").write_text("{{ raise_exception('no') }}")
+    changes = {k: str(tmp_path / v) if k.endswith(("_file", "_template")) else v for k, v in changes.items()}
+    if not with_eval:
+        changes |= {"eval__num_prompts": 0, "eval__num_samples": None}
+    with pytest.raises(UserError, match=message):
         rl.run(tiny_recipe(model, tmp_path / "run", **changes), quiet=True)
-    assert not list((tmp_path / "run" / "rollouts").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tracker_that_is_not_installed_raises(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

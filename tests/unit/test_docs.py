@@ -40,3 +40,10 @@ def test_readme_names_the_commands_of_the_makefile():
     readme, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
     for target in re.findall(r"^make (\w+)", readme, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_the_makefile_rebuilds_for_every_native_source():
+    sources = {p.suffix for p in (ROOT / "src/leanroll/kernels/cpu/csrc").rglob("*") if p.is_file()}
+    watched = re.search(r"^NATIVE := .*$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert watched is not None
+    assert sources == set(re.findall(r"-name '\*(\.\w+)'", watched[0]))

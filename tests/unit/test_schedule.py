@@ -84,6 +84,16 @@ def test_dense() -> None:
     assert BudgetSchedule.dense(32).page_size == 32
 
 
+def test_sparse_layers() -> None:
+    schedule = BudgetSchedule(name="mine", pages=(4,), dense_layers=(0, 3))
+    assert schedule.sparse_layers((0, 0, 8, 0, 0)) == (1, 4)
+    with pytest.raises(ConfigError, match=r"layers \[3\] dense; the model has layers 0 to 2"):
+        schedule.sparse_layers((0, 0, 0))
+    with pytest.raises(ConfigError, match="leaves no layer of the model sparse"):
+        schedule.sparse_layers((0, 8, 8, 0))
+    assert BudgetSchedule.dense().sparse_layers((8, 8)) == ()
+
+
 def test_file_round_trip(tmp_path: Path) -> None:
     schedule = BudgetSchedule(
         name="mine", page_size=32, pages=(4, 8), bin_pages=16, scorer="softmax", target=0.9, quantile=0.05

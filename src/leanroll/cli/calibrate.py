@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,8 @@ def _shorthands(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     if arguments.targets is not None:
         found.append(("calibrate.targets", f"[{', '.join(arguments.targets)}]"))
     if arguments.texts is not None:
-        found.append(("calibrate.texts", "[" + ", ".join(f"'{t}'" for t in arguments.texts) + "]"))
+        # A JSON list of strings is a TOML one.
+        found.append(("calibrate.texts", json.dumps(arguments.texts, ensure_ascii=False)))
     if arguments.max_tokens is not None:
         found.append(("calibrate.max_tokens", arguments.max_tokens))
     if arguments.time_budget is not None:

@@ -159,21 +159,16 @@ def _misfit(policy: Policy, schedule: BudgetSchedule, config: DoctorConfig) -> U
     """Why a sparse schedule cannot be used with this model and these kernels: layers, page size and scorer are tried out."""
     import torch
 
-    from leanroll.errors import ConfigError, UserError
+    from leanroll.errors import UserError
     from leanroll.kernels.dispatch import get_backend
     from leanroll.kernels.layout import DecodeBatch, PagedLayer
     from leanroll.kernels.scorers import get_scorer
-    from leanroll.measure.selection import SparsePlan
     from leanroll.train.setup import DTYPES
 
     spec, size, device = policy.spec, schedule.page_size, policy.device
     dtype = policy.dtype if config.rollout.kv_dtype is None else DTYPES[config.rollout.kv_dtype]
     try:
-        if not SparsePlan.of(spec, schedule).sparse_layers:
-            raise ConfigError(
-                f"schedule {schedule.name!r} leaves no layer of the model sparse: every one is among its dense layers or has "
-                "a sliding window. Use a schedule with fewer dense_layers, or 'dense'."
-            )
+        schedule.sparse_layers(spec.windows)
         backend, scorer = get_backend(config.rollout.kernel, device), get_scorer(schedule.scorer)
         kv = torch.zeros(5, spec.num_kv_heads, size, spec.head_dim, dtype=dtype, device=device)
         landmarks = scorer.allocate(5, spec.num_kv_heads, spec.head_dim, size, dtype, device)

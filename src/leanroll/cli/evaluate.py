@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,7 +16,7 @@ from leanroll.cli.prompts import check_lengths, task_items
 from leanroll.config import EvaluateConfig, load_config, to_dict
 from leanroll.environment import describe
 from leanroll.errors import ConfigError
-from leanroll.rundir import write_json
+from leanroll.rundir import write_json, write_jsonl
 
 if TYPE_CHECKING:
     from leanroll.tasks import Task
@@ -30,12 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "-o", metavar="FILE", help="JSON file for the whole result, replaced when all is done"
     )
+    parser.add_argument(
+        "--completions", metavar="FILE", help="JSON-lines file for the completions with their rewards, one per line"
+    )
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Evaluate; returns the exit code."""
     config = load_config(EvaluateConfig, arguments.recipe, overrides)
     output = check_output(arguments.output) if arguments.output is not None else None
+    completions = None
+    if arguments.completions is not None:
+        completions = check_output(arguments.completions, "--completions")
+        if completions == output:
+            raise ConfigError(f"--output and --completions are both {arguments.output!r}; give each a file of its own.")
 
     from leanroll.train import setup
     from leanroll.train.evaluation import evaluate
@@ -65,6 +75,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     }
     if output is not None:
         write_json(output, record)
+    if completions is not None:
+        write_jsonl(completions, completion_records(result))
     _print(record)
     missing = record["missing"]
     if missing:
@@ -72,6 +84,28 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         reason = failures[0].reason if failures else "their rewards failed (task.on_reward_error is 'drop')"
         raise ConfigError(f"{missing} of {result.rewards.size} completions have no reward and are left out: {reason}")
     return 0
+
+
+def completion_records(result: Evaluation) -> Iterator[dict[str, Any]]:
+    """One JSON-ready record per completion, prompts in order; a reward that failed is null. Those that could not be generated are
+    left out."""
+
+    def known(value: float) -> float | None:
+        return None if math.isnan(value) else float(value)
+
+    for row, group in enumerate(result.groups):
+        for rollout in group.rollouts:
+            place = row, rollout.sample_index
+            yield {
+                "prompt_index": rollout.prompt_index,
+                "sample_index": rollout.sample_index,
+                "prompt": group.prompt.text,
+                "completion": rollout.text,
+                "reward": known(result.rewards[place]),
+                "rewards": {name: known(values[place]) for name, values in result.by_reward.items()},
+                "finish_reason": rollout.finish_reason,
+                "length": len(rollout.token_ids),
+            }
 
 
 def score(task: Task, result: Evaluation) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from leanroll.errors import ConfigError
@@ -17,6 +17,10 @@ def check_output(path: str, option: str = "--output") -> Path:
         raise ConfigError(f"{option} {path!r} is a device or a pipe, and would be replaced; give the name of a file.")
     if not file.parent.is_dir():
         raise ConfigError(f"{option} {path!r}: the folder {str(file.parent)!r} does not exist; make it first.")
-    if not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"{option} {path!r}: the folder {str(file.parent)!r} is not writable; choose another.")
+    try:
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path!r}: the folder {str(file.parent)!r} is not writable ({error.strerror or error}); choose another."
+        ) from error
     return file

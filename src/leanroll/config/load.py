@@ -78,7 +78,7 @@ def validate(schema: type[RecipeT], data: Mapping[str, Any], where: str = "confi
     try:
         return schema.model_validate(dict(data))
     except ValidationError as error:
-        problems = [_problem(schema, item) for item in error.errors()]
+        problems = [_problem(schema, item) for item in _causes(error.errors())]
         text = "; ".join(problems) if len(problems) == 1 else "\n  - " + "\n  - ".join(problems)
         raise ConfigError(f"{where}: {text}") from error
 
@@ -202,6 +202,15 @@ def _unknown(schema: type[BaseModel], key: str) -> str:
     near = nearest_key(schema, key)
     hint = f"did you mean {near}?" if near else "see --help for the list."
     return f"unknown key {key}; {hint}"
+
+
+def _causes(errors: Sequence[Any]) -> list[Any]:
+    """Without the lists that are too short only because pydantic does not count their wrong entries."""
+
+    def holds_another(loc: tuple[Any, ...]) -> bool:
+        return any(len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in errors)
+
+    return [item for item in errors if item["type"] != "too_short" or not holds_another(item["loc"])]
 
 
 def _problem(schema: type[BaseModel], item: Any) -> str:

@@ -19,9 +19,9 @@ class AlgorithmConfig(Section):
     num_generations: Int = Field(8, ge=1, description="Completions per prompt; they form the group of the advantage.")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = Field(
         "dapo",
-        description="Normaliser: grpo averages per sequence, then over sequences; bnpo and dapo average over all tokens of the "
-        "update (here the same, since micro-batches never change the normaliser); dr_grpo divides by sequences x "
-        "max_completion_length.",
+        description="Normaliser: grpo averages per sequence, then over sequences; bnpo averages over all tokens of the "
+        "update, dapo divides by the mean tokens per update of the step (the same with one mini-batch); dr_grpo divides by "
+        "sequences x max_completion_length.",
     )
     scale_rewards: Literal["group", "none"] = Field(
         "group",

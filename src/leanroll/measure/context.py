@@ -46,6 +46,9 @@ class PackedContext:
                 f"a packed context of {self._batch.num_inputs} tokens got queries of shape {tuple(q.shape)}; expected "
                 f"[1, heads, {self._batch.num_inputs}, dim]: call the model with the input_ids of the same batch."
             )
+        if self._plan is not None and self._plan.kv_dtype is not None:
+            # Prompts too: prefill reads keys and values as the pool holds them.
+            k, v = (x.to(self._plan.kv_dtype).to(x.dtype) for x in (k, v))
         outputs: list[Tensor] = []
         for group in self._batch.groups:
             prompt = slice(group.start, group.stop)
@@ -62,8 +65,6 @@ class PackedContext:
             torch.cat([x[:, :, group.start : group.stop], x[:, :, segment.start : segment.stop]], dim=2) for x in (k, v)
         )
         plan = self._plan
-        if plan is not None and plan.kv_dtype is not None:
-            keys, values = (x.to(plan.kv_dtype).to(x.dtype) for x in (keys, values))
         if plan is None or call.layer not in self._sparse_index:
             return _dense(queries, keys, values, call)
         length = group.prompt_length + segment.stop - segment.start

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanroll.errors import ConfigError
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
 from leanroll.kernels.reference import select_pages
 from leanroll.kernels.scorers import Scorer, get_scorer
@@ -58,18 +57,11 @@ class SparsePlan:
         """The plan of a model: every layer with full attention that the schedule does not keep dense.
 
         Raises:
-            ConfigError: the schedule keeps a layer dense that the model does not have, or the scorer is unknown.
+            ConfigError: the schedule does not fit the model's layers, or the scorer is unknown.
         """
-        num_layers = len(spec.windows)
-        beyond = [i for i in schedule.dense_layers if not 0 <= i < num_layers]
-        if beyond:
-            raise ConfigError(
-                f"schedule {schedule.name!r} keeps layers {beyond} dense; the model has layers 0 to {num_layers - 1}. "
-                "Use a schedule made for a model of this depth."
-            )
+        layers = schedule.sparse_layers(spec.windows)
         name = scorer if scorer is not None else schedule.scorer
         get_scorer(name)
-        layers = tuple(i for i, w in enumerate(spec.windows) if w == 0 and i not in schedule.dense_layers)
         return cls(schedule, layers, name, kv_dtype, recorded)
 
 

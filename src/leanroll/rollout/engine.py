@@ -41,7 +41,7 @@ class RolloutEngine:
             where they agree. The reference backend is plain torch throughout.
 
     Raises:
-        ConfigError: the memory does not hold one page, or a dense layer does not exist.
+        ConfigError: the memory does not hold one page, or the schedule does not fit the model's layers.
         BackendUnavailable: the kernel is not available on this machine.
     """
 
@@ -62,23 +62,13 @@ class RolloutEngine:
                 f"max_batch_size is {max_batch_size} and prefill_tokens {prefill_tokens}; expected at least 1 of each."
             )
         spec = policy.spec
-        outside = [i for i in schedule.dense_layers if i >= spec.num_layers]
-        if outside:
-            raise ConfigError(
-                f"Schedule {schedule.name!r} names dense layers {outside}, but the model has {spec.num_layers} layers "
-                "(0 to "
-                f"{spec.num_layers - 1})."
-            )
+        layers = schedule.sparse_layers(spec.windows)
         self.policy, self.schedule = policy, schedule
         self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
         self.backend = get_backend(kernel, policy.device)
         self.accelerate_modules = accelerate_modules and self.backend.name == "cpu"
         self.scorer = get_scorer(schedule.scorer)
-        self.sparse_layers: tuple[int, ...] = (
-            ()
-            if schedule.is_dense
-            else tuple(i for i in range(spec.num_layers) if i not in schedule.dense_layers and spec.windows[i] == 0)
-        )
+        self.sparse_layers: tuple[int, ...] = () if schedule.is_dense else layers
         self.kv_dtype = kv_dtype or policy.dtype
         self._max_pages = pages_for_memory(
             kv_memory_gib,
@@ -122,13 +112,10 @@ class RolloutEngine:
             ConfigError: sampling parameters that make no sense, or no sample at all can be generated.
             RolloutError: the policy's weights changed while the engine was generating.
         """
-        check_sampling(sampling, self.policy.spec.vocab_size)
         if num_samples < 1:
             raise ConfigError(f"num_samples is {num_samples}; expected at least 1.")
         sources = [PromptState(i, p, deque(range(num_samples))) for i, p in enumerate(prompts)]
-        runnable = [s for s in sources if self._admissible(s, sampling)]
-        if sources and not runnable:
-            raise ConfigError(f"No prompt can be completed. The first one: {sources[0].failed[0].reason}")
+        runnable = self._runnable(sources, sampling)
         if runnable:
             self._pool = self._pool_for(runnable, sampling, num_samples)
             batcher = Batcher(
@@ -154,6 +141,17 @@ class RolloutEngine:
             )
             for s in sources
         ]
+
+    def check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        """Raise the ConfigError that `generate` would raise before it generates anything."""
+        self._runnable([PromptState(i, p, deque([0])) for i, p in enumerate(prompts)], sampling)
+
+    def _runnable(self, sources: list[PromptState], sampling: SamplingParams) -> list[PromptState]:
+        check_sampling(sampling, self.policy.spec.vocab_size)
+        runnable = [s for s in sources if self._admissible(s, sampling)]
+        if sources and not runnable:
+            raise ConfigError(f"No prompt can be completed. The first one: {sources[0].failed[0].reason}")
+        return runnable
 
     def _admissible(self, source: PromptState, sampling: SamplingParams) -> bool:
         """Whether the prompt's samples can ever run; otherwise they fail here, alone."""

@@ -18,6 +18,9 @@ from leanroll.errors import ConfigError, RolloutError
 from leanroll.kernels.dispatch import KernelBackend
 from leanroll.types import SamplingParams
 
+MIN_TEMPERATURE = 1e-6
+"""Divided by less, logits may overflow float32."""
+
 
 def sequence_uniforms(seed: int, step: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
     """`count` numbers in [0, 1), fp64: entry t belongs to completion position t and does not depend on `count`."""
@@ -98,7 +101,10 @@ def top_logprobs(logits: Tensor, temperature: float, count: int) -> tuple[Tensor
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise ConfigError for parameters that no distribution fits."""
     checks = [
-        (params.temperature >= 0.0, f"temperature is {params.temperature}; expected 0 (greedy) or more"),
+        (
+            params.temperature == 0.0 or params.temperature >= MIN_TEMPERATURE,
+            f"temperature is {params.temperature}; expected 0 (greedy) or at least {MIN_TEMPERATURE}",
+        ),
         (0.0 < params.top_p <= 1.0, f"top_p is {params.top_p}; expected a number in (0, 1], 1 for off"),
         (0 <= params.top_k <= vocab_size, f"top_k is {params.top_k}; expected 0 (off) to {vocab_size}"),
         (0.0 <= params.min_p < 1.0, f"min_p is {params.min_p}; expected a number in [0, 1), 0 for off"),

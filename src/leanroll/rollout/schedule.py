@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -102,6 +103,28 @@ class BudgetSchedule:
     def is_dense(self) -> bool:
         """True when no length is ever sparse."""
         return self.pages[0] >= UNLIMITED
+
+    def sparse_layers(self, windows: Sequence[int]) -> tuple[int, ...]:
+        """Layers of a model that select pages, ascending: those with full attention that are not kept dense.
+
+        windows: sliding window per layer, 0 = full attention.
+
+        Raises:
+            ConfigError: the schedule keeps a layer dense that the model does not have, or, though it is sparse, every layer.
+        """
+        beyond = [i for i in self.dense_layers if i >= len(windows)]
+        if beyond:
+            raise ConfigError(
+                f"schedule {self.name!r} keeps layers {beyond} dense; the model has layers 0 to {len(windows) - 1}. "
+                "Use a schedule made for a model of this depth."
+            )
+        layers = tuple(i for i, window in enumerate(windows) if window == 0 and i not in self.dense_layers)
+        if not layers and not self.is_dense:
+            raise ConfigError(
+                f"schedule {self.name!r} leaves no layer of the model sparse: every one is among its dense layers or has "
+                "a sliding window. Use a schedule with fewer dense_layers, or 'dense'."
+            )
+        return layers
 
     def budget(self, length: int) -> int:
         """Budget in pages for a sequence of `length` tokens, the current one included."""

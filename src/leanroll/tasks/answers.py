@@ -15,24 +15,26 @@ from leanroll.errors import ConfigError
 Scoring = Literal["exact", "numeric", "math_verify", "none"]
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_MARKS = (
-    re.compile(r"####\s*([^\n]+)"),
-    re.compile(r"answer(?:\s+is|\s*:)\**:?[ \t]*([^\n]+)", re.IGNORECASE),
-)
+_MARKS = (re.compile(r"####\s*"), re.compile(r"answer\**(?:\s+is|\s*:)\**:?[ \t]*", re.IGNORECASE))
+_SENTENCE_END = re.compile(r"[.!?]\s")
 _FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?:/\d+)?%?")
 
 
 def stated_answer(text: str) -> str | None:
-    r"""What the text marks as its answer: the last \boxed{}, else <answer></answer>, else after ####, else after
-    "answer is" or "answer:"; None without a mark."""
+    r"""What the text marks as its answer: the last \boxed{}, else <answer></answer>, else the rest of the line after the last
+    ####, else after the last "answer is" or "answer:"; None without a mark."""
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed.strip()
-    for pattern in (_TAG, *_MARKS):
-        found = pattern.findall(text)
-        if found:
-            return str(found[-1]).strip(" \t*_`").removesuffix(".").rstrip("*_` ")
+    tags = _TAG.findall(text)
+    if tags:
+        return _bare(tags[-1])
+    for mark in _MARKS:
+        lines = [text[match.end() :].partition("\n")[0] for match in mark.finditer(text)]
+        stated = [line for line in lines if line.strip()]
+        if stated:
+            return _bare(stated[-1])
     return None
 
 
@@ -46,9 +48,11 @@ def last_number(text: str) -> Fraction | None:
 
 
 def numeric_answer(text: str) -> Fraction | None:
-    """The number of the stated answer; the last number of the whole text when none is stated."""
+    """The last number of the stated answer's first sentence with one; of the whole text when no answer is stated."""
     stated = stated_answer(text)
-    return last_number(text if stated is None else stated)
+    if stated is None:
+        return last_number(text)
+    return next((n for n in map(last_number, _SENTENCE_END.split(stated)) if n is not None), None)
 
 
 def exact_answer(text: str) -> str:
@@ -129,6 +133,10 @@ def vote_key(text: str, scoring: Scoring) -> Hashable | None:
         stated = stated_answer(text)
         return "".join(stated.split()).rstrip(".") or None if stated is not None else None
     return None
+
+
+def _bare(answer: str) -> str:
+    return answer.strip(" \t\n*_`").removesuffix(".").rstrip("*_` ")
 
 
 def _to_fraction(token: str) -> Fraction | None:

@@ -118,7 +118,11 @@ def _read(path: Path, scoring: Scoring) -> list[_Row]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as stream:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); expected a readable file.") from error
+    with stream:
         for number, line in enumerate(stream, start=1):
             where = f"{path}, line {number}"
             try:

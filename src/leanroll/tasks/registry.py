@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from leanroll.errors import ConfigError
 from leanroll.tasks.base import Task
@@ -62,8 +65,20 @@ def load_task(name: str, *, seed: int = 0, **options: Any) -> Task:
     ]
     if required:
         raise ConfigError(f"Task {name!r} needs the option {required[0]!r}.")
+    _check_types(name, factory, {"seed": seed, **options})
     task: Task = factory(seed=seed, **argument, **options)
     return task
+
+
+def _check_types(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Options come from recipes: "no" is not False, and "2" is not 2."""
+    hints = typing.get_type_hints(getattr(factory, "__init__", factory))
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors()))
+            raise ConfigError(f"Task {name!r}: option {option} is {value!r}; expected {expected}.") from error
 
 
 def _factory(name: str) -> tuple[Callable[..., Any], dict[str, str]]:

@@ -21,7 +21,7 @@ import numpy as np
 from leanroll.errors import ConfigError, RewardError
 from leanroll.tasks.base import RewardSpec, TaskItem
 from leanroll.tasks.reward_pool import Outcome, RewardPool
-from leanroll.tasks.reward_worker import Call, CallFailure, FailureKind, call_reward
+from leanroll.tasks.reward_worker import Call, CallFailure, FailureKind, call_reward, describe
 from leanroll.tasks.user_rewards import UserReward
 
 _LOG = logging.getLogger(__name__)
@@ -128,13 +128,20 @@ class RewardRunner:
         self._pool = RewardPool([_pickled(spec) for spec in specs], names, num_workers) if num_workers else None
 
     def start(self) -> None:
-        """Wait until the workers have loaded the functions (`score` does it otherwise).
+        """Load the functions, or wait until the workers have (`score` does it otherwise).
 
         Raises:
             ConfigError: a function cannot be loaded.
         """
         if self._pool is not None:
             self._pool.start()
+            return
+        for spec in self._specs:
+            if hasattr(spec.function, "load"):
+                try:
+                    spec.function.load()
+                except Exception as error:  # importing user code can raise anything
+                    raise ConfigError(f"Reward {spec.name!r} cannot be loaded:\n{describe(error)}") from error
 
     def score(
         self,

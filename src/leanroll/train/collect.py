@@ -13,7 +13,7 @@ from leanroll.config import RLConfig
 from leanroll.errors import ConfigError, RolloutError
 from leanroll.losses.policy import advantages, most_varied
 from leanroll.rollout.engine import RolloutEngine, RolloutProgress
-from leanroll.tasks import Task
+from leanroll.tasks import Task, TaskItem
 from leanroll.tasks.rewards import RewardRunner
 from leanroll.train.evaluation import score_groups
 from leanroll.train.progress import RunDisplay
@@ -92,6 +92,10 @@ class Collector:
         self._rounds = 1 + (rl.resample_zero_std if rl.filter_zero_std else 0)
         self._order = PromptOrder(task.num_train, rl.prompts_per_step, self._rounds, config.train.seed)
 
+    def check(self, step: int) -> None:
+        """Raise the ConfigError that `collect` would raise before it samples anything; for before a run directory is made."""
+        self._engine.check(self._prompts(self._items(step, 0)), self._sampling)
+
     def collect(self, step: int) -> RLBatch:
         """Roll out rounds of prompts until enough groups have rewards that differ, or the rounds are used up.
 
@@ -106,7 +110,7 @@ class Collector:
         by_name: list[dict[str, np.ndarray]] = []
         failures = 0
         for round_ in range(self._rounds):
-            new, total, by_reward, failed = self._roll_out(step, self._order.indices(step, round_))
+            new, total, by_reward, failed = self._roll_out(step, self._items(step, round_))
             groups += new
             totals.append(total)
             by_name.append(by_reward)
@@ -128,12 +132,18 @@ class Collector:
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self._display.clock.seconds["rollout"]
         return RLBatch(tuple(training), tuple(groups), rewards, names, metrics)
 
-    def _roll_out(
-        self, step: int, indices: Sequence[int]
-    ) -> tuple[list[RolloutGroup], np.ndarray, dict[str, np.ndarray], int]:
-        items = [self._task.train_item(i) for i in indices]
+    def _items(self, step: int, round_: int) -> list[TaskItem]:
+        return [self._task.train_item(i) for i in self._order.indices(step, round_)]
+
+    def _prompts(self, items: Sequence[TaskItem]) -> list[Prompt]:
         prompts = self._encoder.encode(items)
         _check_lengths(prompts, self._config)
+        return prompts
+
+    def _roll_out(
+        self, step: int, items: Sequence[TaskItem]
+    ) -> tuple[list[RolloutGroup], np.ndarray, dict[str, np.ndarray], int]:
+        prompts = self._prompts(items)
         num = self._config.rl.num_generations
         with self._display.phase("rollout", total=len(items) * num):
             groups = self._engine.generate(prompts, self._sampling, num, step=step, progress=self._show)
@@ -142,7 +152,7 @@ class Collector:
         with self._display.phase("reward"):
             total, by_reward, failed = score_groups(self._rewards, items, groups, num)
             if self._config.rl.overlong_buffer:
-                by_reward[OVERLONG] = self._overlong(groups, total.shape)
+                by_reward[OVERLONG] = np.where(np.isnan(total), np.nan, self._overlong(groups, total.shape))
                 total = total + by_reward[OVERLONG]
         return groups, total, by_reward, failed
 

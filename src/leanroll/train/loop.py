@@ -97,11 +97,12 @@ def run_loop(
             metrics["time/step_s"] = sum(seconds.values())
             log(step, metrics)
             last = step
-            if final or stop.requested or _due(step, plan.save_every):
+            stopping = stop.requested and not final  # asked once: what comes from here on stops the next step
+            if final or stopping or _due(step, plan.save_every):
                 save(step)
                 saved = step
             display.step_done(step, summarise(step, metrics))
-            if stop.requested and not final:
+            if stopping:
                 return LoopResult(last, interrupted=True)
     return LoopResult(last, interrupted=False)
 

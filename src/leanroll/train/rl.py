@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 
 from leanroll.config import RLConfig, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.environment import describe
@@ -165,6 +165,9 @@ class Trainer:
         self.eval_items = task.eval_items(config.eval.num_prompts) if config.eval.num_prompts else []
         self.eval_prompts = self.encoder.encode(self.eval_items)
         self.collector = Collector(config, task, self.encoder, self.engine, self.rewards, self.sampling, display)
+        self.collector.check(step=1)
+        self.eval_sampling = setup.eval_sampling(self.policy, config.rollout, config.eval)
+        self.engine.check(self.eval_prompts, self.eval_sampling)
         self.optimizer = MasterAdamW(
             self.policy.trainable_parameters().items(),
             lr=config.optimizer.learning_rate,
@@ -178,7 +181,9 @@ class Trainer:
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
         self.accelerator = Accelerator(
             cpu=self.policy.device.type == "cpu",
-            mixed_precision="no",  # whatever the environment says: the engine samples without autocast
+            # Whatever the environment says: the engine samples without autocast, and losses are normalised already.
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=list(config.train.trackers) or None,
             project_dir=".",  # must be named here; `train` puts the run directory in its place
         )
@@ -189,8 +194,9 @@ class Trainer:
             )
         self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
         self._reference: Policy | None = None
-        if config.rl.beta > 0 and (not self.policy.has_adapter or config.adapter.path is not None):
-            # Without its adapter the policy is where a new adapter starts, but not where a loaded one does.
+        if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
+            # Without its adapter the policy is where a new adapter starts, but not where a loaded one does, be it named by
+            # adapter.path or by model.name.
             self._reference = setup.build_policy(config.model, config.adapter, training=True)
             self._reference.model.requires_grad_(False)
         self._updater: PolicyUpdater | None = None
@@ -252,7 +258,7 @@ class Trainer:
                 self.rewards,
                 self.eval_items,
                 self.eval_prompts,
-                setup.eval_sampling(self.policy, self.config.rollout, evaluation),
+                self.eval_sampling,
                 evaluation.num_samples,
                 progress=lambda p: self.display.advance(
                     p.num_finished, p.num_samples, f"{p.tokens_per_second:,.0f} tokens/s"

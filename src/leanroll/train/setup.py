@@ -157,7 +157,12 @@ class PromptEncoder:
             path = Path(task.few_shot_file)
             if not path.is_file():
                 raise ConfigError(f"task.few_shot_file is {str(path)!r}, but there is no such file; give a text file.")
-            self._prefix = path.read_text(encoding="utf-8")
+            try:
+                self._prefix = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"task.few_shot_file {str(path)!r} cannot be read ({error}); expected a UTF-8 text file."
+                ) from error
 
     def encode(self, items: Sequence[TaskItem]) -> list[Prompt]:
         """One prompt per item, in order."""

@@ -32,6 +32,8 @@ from leanroll.rundir import RunDir
         (["rollout", "-o", "out.jsonl", "--rollout.scorer", "mean"], "no effect"),
         (["eval", "--rollout.scorer", "mean"], "no effect"),
         (["eval", "-o", "."], "is a folder"),
+        (["eval", "--completions", "none/out.jsonl"], "--completions 'none/out.jsonl': the folder"),
+        (["eval", "-o", "out", "--completions", "./out"], "give each a file of its own"),
         (["eval", "--eval.temperature", "0"], "num_samples"),
         (["report", "."], "No run in"),
     ],
@@ -59,6 +61,18 @@ def test_wrong_usage(arguments: list[str], capfd: pytest.CaptureFixture[str]) ->
         main(arguments)
     assert caught.value.code == 2
     assert "usage: leanroll" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["rollout", "eval"])
+def test_a_folder_that_cannot_be_written(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")  # root could write to a read-only folder
+
+    monkeypatch.setattr("leanroll.cli.output.tempfile.TemporaryFile", refuse)
+    assert main([verb, "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert "is not writable (Permission denied)" in capfd.readouterr().err
 
 
 def test_exit_code_of_our_errors(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

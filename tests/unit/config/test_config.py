@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from leanroll.config import (
+    CalibrateConfig,
     EvaluateConfig,
     GenerateConfig,
     OptimizerConfig,
@@ -221,6 +222,13 @@ def test_all_problems_are_reported() -> None:
         load(("rl.epsilon", "2"), ("train.steps", "0"))
     assert "rl.epsilon = 2" in str(caught.value)
     assert "train.steps = 0" in str(caught.value)
+
+
+def test_a_wrong_entry_of_a_list_is_one_problem() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: calibrate\.targets = 1\.5: expected less than 1\."):
+        load(("calibrate.targets", "[1.5]"), schema=CalibrateConfig)
+    with pytest.raises(ConfigError, match="at least 1 item"):
+        load(("calibrate.targets", "[]"), schema=CalibrateConfig)
 
 
 def test_inert_rules_name_fields_that_exist() -> None:

@@ -256,7 +256,7 @@ def test_progress_counts_to_the_end(policy):
 
 
 def test_bad_options(policy):
-    with pytest.raises(ConfigError, match="dense layers"):
+    with pytest.raises(ConfigError, match=r"keeps layers \[99\] dense"):
         engine(policy, BudgetSchedule(name="deep", dense_layers=(99,), pages=(8,)))
     with pytest.raises(ConfigError, match="max_batch_size"):
         engine(policy, max_batch_size=0)
@@ -327,3 +327,9 @@ def test_stop_string_that_names_a_special_token(policy):
     for before, after in zip(free, engine(policy).generate(prompts(9), stopping, 12)[0].rollouts, strict=True):
         place = before.token_ids.index(token) + 1 if token in before.token_ids else 60
         assert after.token_ids == before.token_ids[:place]
+
+
+def test_a_sparse_schedule_that_is_dense_everywhere_is_refused(policy):
+    """It would sample densely and say that it is sparse."""
+    with pytest.raises(ConfigError, match="leaves no layer of the model sparse"):
+        engine(policy, BudgetSchedule(name="tiny", page_size=8, pages=(4,), dense_layers=(0, 1, 2, 3)))

@@ -101,6 +101,7 @@ def test_top_logprobs_are_of_the_untruncated_policy():
     ("params", "message"),
     [
         (SamplingParams(temperature=-1), "temperature"),
+        (SamplingParams(temperature=1e-40), "temperature"),
         (SamplingParams(top_p=0.0), "top_p"),
         (SamplingParams(top_k=-1), "top_k"),
         (SamplingParams(top_k=1001), "top_k"),

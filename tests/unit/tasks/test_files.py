@@ -114,6 +114,16 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
         FileTask(path)
 
 
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")  # root could read it
+
+    path = write(tmp_path / "a.jsonl", rows(4))
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read \(Permission denied\)"):
+        FileTask(path)
+
+
 def test_bad_options(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(4))
     for options, message in [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,14 @@ def test_names_and_options() -> None:
         ("ifollow", {"num_constraint": 2}, "did you mean 'num_constraints'"),
         ("ifollow", {"path": "x"}, "no option 'path'"),
         ("jsonl", {}, "needs the option 'path'"),
+        ("ifollow", {"num_constraints": "two"}, "num_constraints is 'two'; expected a valid integer"),
+        ("ifollow", {"partial_credit": "no"}, "partial_credit is 'no'; expected a valid boolean"),
+        ("ifollow", {"kinds": "lowercase"}, "kinds is 'lowercase'; expected"),
+        ("ifollow", {"seed": "one"}, "seed is 'one'; expected a valid integer"),
+        ("jsonl", {"path": "rows.jsonl", "eval_size": "some"}, "eval_size is 'some'; expected a valid integer"),
     ],
 )
-def test_mistakes(name: str, options: dict[str, object], message: str) -> None:
+def test_mistakes(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_task(name, **options)
 

@@ -346,3 +346,13 @@ def test_an_interrupted_score_leaves_no_stale_reply(monkeypatch: pytest.MonkeyPa
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_there\ndef mine(**_): ...\n")
+    with (
+        RewardRunner([load_reward(f"{tmp_path}/broken.py:mine")], num_workers=workers) as runner,
+        pytest.raises(ConfigError, match=r"(?s)Reward 'mine' cannot be loaded.*a_module_that_is_not_there"),
+    ):
+        runner.start()

@@ -20,6 +20,7 @@ class Recorder:
         self.num_updates = 0
         self.events: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
+        self.on_summary: Callable[[int], None] = lambda step: None
         self._on_update = on_update
 
     def collect(self, step: int) -> int:
@@ -44,8 +45,13 @@ class Recorder:
 
         display = RunDisplay(plan.num_steps, plan.first_step, quiet=True)
         save = lambda step: self.events.append(f"save {step}")  # noqa: E731
+
+        def summarise(step: int, metrics: Mapping[str, float]) -> str:
+            self.on_summary(step)
+            return ""
+
         with display:
-            return run_loop(self, plan, display, log=log, save=save, summarise=lambda step, metrics: "")
+            return run_loop(self, plan, display, log=log, save=save, summarise=summarise)
 
 
 def test_order_of_events() -> None:
@@ -80,6 +86,18 @@ def test_ctrl_c_finishes_the_step_and_saves() -> None:
     assert recorder.run(LoopPlan(1, 5, 0, 0)) == LoopResult(last_step=2, interrupted=True)
     assert recorder.events[-2:] == ["log 2", "save 2"], "no evaluation, or the resumed run would differ"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_too_late_to_save_a_step_saves_the_next() -> None:
+    def interrupt(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    recorder = Recorder()
+    recorder.on_summary = interrupt
+    result = recorder.run(LoopPlan(1, 5, 0, 0))
+    assert result.interrupted
+    assert recorder.events[-1] == f"save {result.last_step}"
 
 
 def test_second_ctrl_c_aborts() -> None:
