@@ -1,14 +1,13 @@
 """The language-model head, streamed over rows: log-probs, entropies, gathers and acceptance without [tokens, vocabulary].
 
-Legend: R rows (tokens to score), H hidden size, V vocabulary. Logits are what `LmHead.logits` gives, float32 products that are
-never rounded to bfloat16, divided by the temperature. Autocast does not reach the head.
+Legend: R rows (tokens to score), H hidden size, V vocabulary. How the rows stream is in `measure.streaming`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,40 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanroll.errors import ConfigError, UserError
-from leanroll.kernels.cpu import has_tiles, wide_products
-
-CHUNK_BYTES = 100 * 2**20
-"""Float32 logits of one chunk: 530 rows at a vocabulary of 49,152."""
-WIDE_BYTES = 2**30
-"""Largest float32 copy of a bfloat16 head that is kept during one call on a CPU."""
-
-
-class Head(Protocol):
-    """`LmHead`: logits = cap(scale · (hidden · weightᵀ + bias)), cap(x) = softcap · tanh(x / softcap)."""
-
-    @property
-    def weight(self) -> Tensor:
-        """[V, H]."""
-        ...
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[V] or None."""
-        ...
-
-    @property
-    def softcap(self) -> float:
-        """0 means none."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """Factor on the product."""
-        ...
-
-    def project(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] → hidden · weightᵀ [..., V] in float32 (or wider)."""
-        ...
+from leanroll.measure.streaming import Head, HeadGradients, TemperedHead, chunks, default_chunk_rows, wide
 
 
 class TokenScores(NamedTuple):
@@ -88,66 +54,6 @@ class Support:
         logits.masked_fill_(~(keep | (counts == 0)[:, None]), -torch.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tempered:
-    """A head at a temperature: from hidden rows to logits / temperature, and back from their gradient."""
-
-    head: Head
-    temperature: float
-    wide_weight: Tensor | None = None
-    tiles: bool = False
-
-    @classmethod
-    def of(cls, head: Head, temperature: float, num_rows: int) -> _Tempered:
-        """Off the GPU, where products of bfloat16 come out in bfloat16, the weight is widened once and not in every chunk."""
-        weight = head.weight
-        if weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and has_tiles():
-            return cls(head, float(temperature), tiles=True)
-        small = 4 * weight.numel() <= WIDE_BYTES and num_rows > 0
-        if weight.dtype in (torch.bfloat16, torch.float16) and not weight.is_cuda and small:
-            return cls(head, float(temperature), weight.detach().float())
-        return cls(head, float(temperature), None)
-
-    def logits(self, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """Tempered logits [n, V] of rows [n, H], in a tensor of their own or at the start of the buffer [>= n, V]."""
-        head = self.head
-        if self.tiles and hidden.dtype is torch.bfloat16:
-            size = (hidden.shape[0], head.weight.shape[0])
-            out = torch.empty(size, dtype=torch.float32) if buffer is None else buffer[: hidden.shape[0]]
-            x = wide_products(hidden.detach(), head.weight.detach(), out)
-        elif self.wide_weight is None:
-            x = head.project(hidden)
-        else:
-            x = torch.mm(hidden.float(), self.wide_weight.T, out=None if buffer is None else buffer[: hidden.shape[0]])
-        if head.bias is not None:
-            x += head.bias
-        if head.scale != 1.0:
-            x *= head.scale
-        if head.softcap:
-            x.div_(head.softcap).tanh_().mul_(head.softcap)
-        return x.div_(self.temperature) if self.temperature != 1.0 else x
-
-    def jacobian(self, p: Tensor, targets: Tensor, tempered: Tensor) -> Tensor:
-        """d logprob(target) / d hidden [n, H], rows apart; p [n, V] are the probabilities."""
-        weight, factor = self.head.weight, self.head.scale / self.temperature
-        if self.head.softcap:
-            dz = self.product_grad(p, targets, tempered, torch.ones_like(p[:, 0]))
-            return dz.to(weight.dtype) @ weight
-        return (weight[targets] - p.to(weight.dtype) @ weight).mul_(factor)
-
-    def product_grad(self, p: Tensor, targets: Tensor, tempered: Tensor, grad: Tensor) -> Tensor:
-        """grad [n] · d logprob(target) / d product [n, V]; overwrites the probabilities p."""
-        head = self.head
-        grad = grad * (head.scale / self.temperature)
-        dz = p.mul_(-grad[:, None])
-        dz[torch.arange(dz.shape[0], device=dz.device), targets] += grad
-        if head.softcap:
-            # Outside a support the logit is -inf and dz is 0; their product would be NaN.
-            capped = tempered.masked_fill(tempered == -torch.inf, 0.0).mul_(self.temperature / head.softcap)
-            dz *= 1.0 - capped.square_()
-        return dz
-
-
 def token_logprobs(
     hidden: Tensor,
     head: Head,
@@ -179,7 +85,7 @@ def token_logprobs(
         head.bias,
         targets,
         support,
-        _Tempered.of(head, temperature, hidden.shape[0]),
+        TemperedHead.of(head, temperature, hidden.shape[0]),
         rows,
         with_entropy,
         torch.is_grad_enabled(),  # always off inside a Function
@@ -196,12 +102,12 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         support: Support | None,
-        tempered: _Tempered,
+        tempered: TemperedHead,
         chunk: int,
         with_entropy: bool,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _wide(weight.dtype)
+        dtype = wide(weight.dtype)
         num_rows = hidden.shape[0]
         logprobs = hidden.new_empty(num_rows, dtype=dtype)
         entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
@@ -211,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             # Pages that are fresh in every chunk cost a CPU more than the arithmetic on them: two buffers serve all chunks.
             x = p = None
-            for rows in _chunks(num_rows, chunk):
+            for rows in chunks(num_rows, chunk):
                 x = tempered.logits(hidden[rows], x)
                 if support is not None:
                     support.apply(x, rows.start)
@@ -232,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if jacobian is not None:
                     if tempered.head.softcap:
                         x += top
-                    jacobian[rows] = tempered.jacobian(p.div_(total), targets[rows], x).to(hidden.dtype)
+                    jacobian[rows] = _jacobian(tempered, p.div_(total), targets[rows], x).to(hidden.dtype)
         ctx.mark_non_differentiable(entropy)
         ctx.has_jacobian = jacobian is not None
         if jacobian is not None:
@@ -251,35 +157,31 @@ class _TokenLogprobs(torch.autograd.Function):
             return (jacobian * grad[:, None].to(jacobian.dtype), None, None, *nothing)
         hidden, weight, bias, targets = ctx.saved_tensors
         support, tempered, chunk = ctx.settings
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # Chunks are summed in float32: in bfloat16 the later ones would be rounded away.
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=_wide(weight.dtype)) if need_bias else None
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(hidden.shape[0], chunk):
+            for rows in chunks(hidden.shape[0], chunk):
                 x = tempered.logits(hidden[rows])
                 if support is not None:
                     support.apply(x, rows.start)
-                dz = tempered.product_grad(x.softmax(dim=-1), targets[rows], x, grad[rows])
-                if grad_bias is not None:
-                    grad_bias += dz.sum(dim=0)
-                dz = dz.to(weight.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = (dz @ weight).to(hidden.dtype)
-                if grad_weight is not None:
-                    grad_weight += dz.T @ hidden[rows].to(weight.dtype)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            *nothing,
-        )
+                gradients.add(rows, _product_grad(tempered, x.softmax(dim=-1), targets[rows], x, grad[rows]))
+        return (*gradients.result(), *nothing)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 weights."""
-    return torch.promote_types(dtype, torch.float32)
+def _jacobian(head: TemperedHead, p: Tensor, targets: Tensor, tempered: Tensor) -> Tensor:
+    """d logprob(target) / d hidden [n, H], rows apart; p [n, V] are the probabilities."""
+    weight = head.head.weight
+    if head.head.softcap:
+        dz = _product_grad(head, p, targets, tempered, torch.ones_like(p[:, 0]))
+        return dz.to(weight.dtype) @ weight
+    return (weight[targets] - p.to(weight.dtype) @ weight).mul_(head.slope)
+
+
+def _product_grad(head: TemperedHead, p: Tensor, targets: Tensor, tempered: Tensor, grad: Tensor) -> Tensor:
+    """grad [n] · d logprob(target) / d product [n, V]; overwrites the probabilities p."""
+    grad = grad * head.slope
+    dz = p.mul_(-grad[:, None])
+    dz[torch.arange(dz.shape[0], device=dz.device), targets] += grad
+    return head.through_cap(dz, tempered)
 
 
 @torch.no_grad()
@@ -288,8 +190,8 @@ def gather_logprobs(
 ) -> Tensor:
     """Log-probabilities at given ids: hidden [R, H], ids int64 [R, k] → float32 [R, k]. Untruncated, no gradient."""
     _check(hidden, ids, temperature)
-    out = hidden.new_empty(ids.shape, dtype=_wide(head.weight.dtype))
-    for rows, logprobs in _streamed(hidden, head, temperature, chunk_rows):
+    out = hidden.new_empty(ids.shape, dtype=wide(head.weight.dtype))
+    for rows, logprobs in streamed_logprobs(hidden, head, temperature, chunk_rows):
         out[rows] = logprobs.gather(1, ids[rows])
     return out
 
@@ -300,7 +202,7 @@ def top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens per row: ids int64 [R, k], log-probabilities float32 [R, k], likeliest first."""
     ids, values = [], []
-    for _, logprobs in _streamed(hidden, head, temperature, chunk_rows):
+    for _, logprobs in streamed_logprobs(hidden, head, temperature, chunk_rows):
         top = logprobs.topk(k, dim=-1)
         ids.append(top.indices)
         values.append(top.values)
@@ -327,31 +229,23 @@ def acceptance_rates(
         )
     chunk = chunk_rows or default_chunk_rows(head_p.weight.shape[0])
     out = hidden_p.new_empty(hidden_p.shape[0], dtype=torch.float32)
-    p_stream = _streamed(hidden_p, head_p, temperature, chunk)
-    q_stream = _streamed(hidden_q, head_q, temperature, chunk)
+    p_stream = streamed_logprobs(hidden_p, head_p, temperature, chunk)
+    q_stream = streamed_logprobs(hidden_q, head_q, temperature, chunk)
     for (rows, log_p), (_, log_q) in zip(p_stream, q_stream, strict=True):
         out[rows] = torch.minimum(log_p, log_q).exp_().sum(dim=-1).clamp_(max=1.0).float()
     return out
 
 
-def default_chunk_rows(vocab_size: int) -> int:
-    """Rows per chunk that fit `CHUNK_BYTES` of float32 logits."""
-    return max(16, CHUNK_BYTES // (4 * vocab_size))
-
-
-def _streamed(hidden: Tensor, head: Head, temperature: float, chunk_rows: int | None) -> Iterator[tuple[slice, Tensor]]:
+def streamed_logprobs(
+    hidden: Tensor, head: Head, temperature: float, chunk_rows: int | None = None
+) -> Iterator[tuple[slice, Tensor]]:
     """Chunks of full log-probabilities [n, V]."""
     _check(hidden, None, temperature)
-    tempered = _Tempered.of(head, temperature, hidden.shape[0])
-    for rows in _chunks(hidden.shape[0], chunk_rows or default_chunk_rows(head.weight.shape[0])):
+    tempered = TemperedHead.of(head, temperature, hidden.shape[0])
+    for rows in chunks(hidden.shape[0], chunk_rows or default_chunk_rows(head.weight.shape[0])):
         with torch.autocast(hidden.device.type, enabled=False):
             logprobs = tempered.logits(hidden[rows]).log_softmax(dim=-1)
         yield rows, logprobs
-
-
-def _chunks(num_rows: int, chunk: int) -> Iterator[slice]:
-    for start in range(0, num_rows, chunk):
-        yield slice(start, min(start + chunk, num_rows))
 
 
 def _check(hidden: Tensor, targets: Tensor | None, temperature: float) -> None:

@@ -1,36 +1,16 @@
 """The streamed head against the naive one: values, gradients, supports, chunk sizes."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional as F
 
 from leanroll.errors import ConfigError, UserError
 from leanroll.measure.head import Support, acceptance_rates, gather_logprobs, token_logprobs, top_logprobs
 from leanroll.models.head import LmHead
 from tests.assertions import assert_close
-
-
-@dataclass(frozen=True)
-class DoubleHead:
-    """A head in float64, for gradcheck (`LmHead` works in float32)."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    softcap: float = 0.0
-    scale: float = 1.0
-
-    def project(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        x = self.scale * (self.project(hidden) + (0.0 if self.bias is None else self.bias))
-        return self.softcap * torch.tanh(x / self.softcap) if self.softcap else x
+from tests.heads import DoubleHead
 
 
 def make(rows=7, hidden=5, vocab=11, dtype=torch.float32, head=LmHead, bias=True, seed=0, **options):
