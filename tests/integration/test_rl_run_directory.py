@@ -1,4 +1,4 @@
-"""Run directories of `leanroll rl`: what resuming refuses, locks, and runs killed at the very start."""
+"""Run directories of `leanroll rl`: what resuming refuses and allows, locks, and runs killed at the very start."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def test_resume_refuses_what_would_change_the_run(model: Path, tmp_path: Path) -
         schedule.write_text(text.replace("[6, 8]", "[6, 9]"))
         with pytest.raises(ResumeError, match=r"content of rollout\.schedule"):
             rl.run(tiny_recipe(model, run, train__steps=3), resume=True, quiet=True)
+        with pytest.raises(ResumeError, match=r"content of rollout\.schedule 'dense'"):
+            rl.run(tiny_recipe(model, run, train__steps=3, rollout__schedule="dense"), resume=True, quiet=True)
+        moved = schedule.rename(tmp_path / "moved.json")
+        moved.write_text(text)
+        summary = rl.run(tiny_recipe(model, run, train__steps=3, rollout__schedule=str(moved)), resume=True, quiet=True)
+        assert summary.last_step == 3, "the same schedule under another name is the same run"
     finally:
         schedule.write_text(text)
 

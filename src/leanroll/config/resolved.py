@@ -18,11 +18,12 @@ FREE_ON_RESUME = frozenset(
         "train.trackers",
         "train.run_dir",
         "rollout.kv_memory_gib",
+        "rollout.schedule",
         "task.reward_workers",
     }
 )
 """Options that may change when a run is resumed: they enter no formula. (kv_memory_gib can change which sequences are decoded
-together, so in bfloat16 a token may differ by rounding.)"""
+together, so in bfloat16 a token may differ by rounding. A schedule may have moved; its content is compared apart.)"""
 
 RATE_SCHEDULE = frozenset({"train.steps", "optimizer.scheduler", "optimizer.warmup_steps", "optimizer.decay_steps"})
 """Options that only say how the learning rate goes over the steps."""

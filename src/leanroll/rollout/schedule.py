@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,10 @@ class BudgetSchedule:
     def bins(self, lengths: np.ndarray) -> np.ndarray:
         """Index of the length bin, and so of the budget in `pages`, for an integer array of lengths; same shape."""
         return np.minimum(-(-lengths // self.page_size) // self.bin_pages, len(self.pages) - 1)
+
+    def same_reading(self, other: BudgetSchedule) -> bool:
+        """Whether both read the same pages, whatever they are called and wherever they come from."""
+        return replace(self, name=other.name, provenance=other.provenance) == other
 
     def to_json(self) -> str:
         """The JSON text that `load` reads back."""

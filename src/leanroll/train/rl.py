@@ -396,7 +396,7 @@ def _open_run(path: str, config: RLConfig, schedule: BudgetSchedule) -> RunDir |
             "start a new run directory."
         )
     saved = run.path / SCHEDULE
-    if saved.is_file() and saved.read_text(encoding="utf-8") != schedule.to_json() + "\n":
+    if saved.is_file() and not schedule.same_reading(BudgetSchedule.load(saved)):
         raise ResumeError(
             f"Cannot resume {run.path}: the content of rollout.schedule {schedule.name!r} differs from the run's "
             f"{SCHEDULE}. Restore the schedule, or start a new run directory."
