@@ -123,18 +123,42 @@ def _interval(interval: Interval) -> dict[str, float]:
 
 
 def report(
-    result: dict[str, Any], base: Rewards, finals: dict[str, list[Rewards]], runs: dict[str, list[RunDir]]
+    result: dict[str, Any],
+    base: Rewards,
+    finals: dict[str, list[Rewards]],
+    runs: dict[str, list[RunDir]],
+    curves: str,
 ) -> str:
-    """Markdown: the comparison, the reward curves, and the table by kind."""
+    """Markdown: the comparison, the reward curves, and the table by kind. curves: the plot, as the page links to it."""
+    seeds = ", ".join(map(str, result["seeds"]))
     lines = [
         "# RL on `ifollow`: sparse against dense rollouts",
         "",
-        "| | held-out reward | 95 % interval |",
-        "|---|---|---|",
+        "`recipes/ifollow_sparse.toml` and `ifollow_dense.toml`, which differ in the schedule of rollouts alone: "
+        f"{result['steps']} steps, seeds {seeds}. Every policy is then evaluated with dense decoding on the same "
+        f"{result['prompts']} held-out prompts, one completion each; intervals are bootstrapped over prompts, after averaging over "
+        "seeds. Written by `python -m benchmarks.rl_ifollow`.",
+        "",
+        "| | held-out reward | 95 % interval | by seed |",
+        "|---|---|---|---|",
     ]
     for key in ("base", "sparse", "dense", "sparse_gain", "dense_gain", "sparse_minus_dense"):
         row = result[key]
-        lines.append(f"| {key.replace('_', ' ')} | {row['mean']:.3f} | {row['low']:.3f} … {row['high']:.3f} |")
+        by_seed = " ".join(f"{value:.3f}" for value in result.get(f"{key}_by_seed", ()))
+        name = key.replace("_", " ").replace("minus", "−")
+        lines.append(f"| {name} | {row['mean']:.3f} | {row['low']:.3f} … {row['high']:.3f} | {by_seed} |")
+    lines += ["", "| | prompts | base | sparse | dense |", "|---|---|---|---|---|"]
+    for label in ("seen_kinds", "unseen_kinds"):
+        part = result[label]
+        rewards = " | ".join(f"{part[name]:.3f}" for name in ("base", *METHODS))
+        lines.append(f"| {label.replace('_', ' ')} | {part['prompts']} | {rewards} |")
+    lines += [
+        "",
+        f"Sparse rollouts read {100 * result['kv_share_read']:.0f} % of the keys and values; the 5th percentile of their "
+        f"acceptance was {result['alpha_p05']:.3f} on average, {result['alpha_p05_lowest']:.3f} at its lowest.",
+        "",
+        f"![training reward and acceptance]({curves})",
+    ]
     lines += ["", f"## Training reward, means of {ROUND} steps (a round of all kinds) over all seeds", ""]
     lines += ["| steps | sparse | dense | sparse alpha p05 | sparse KV read | tokens per completion, sparse | dense |"]
     lines += ["|---|---|---|---|---|---|---|"]
@@ -247,14 +271,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "steps": last_step(runs["sparse"][0].path),
         "kv_share_read": round(mean_of(sparse_steps, "kv_share_read"), 4),
         "alpha_p05": round(mean_of(sparse_steps, "alpha/p05"), 4),
+        "alpha_p05_lowest": round(min(r["alpha/p05"] for r in sparse_steps if "alpha/p05" in r), 4),
         "minutes_per_run": {
             m: round(sum(r.get("time/step_s", 0.0) for run in group for r in run.read_metrics()) / len(group) / 60, 1)
             for m, group in runs.items()
         },
     }
     write_json(options.work_dir / "result.json", result)
-    write_text(options.report or options.work_dir / "report.md", report(result, base, finals, runs))
-    plot(runs, options.plot or options.work_dir / "curves.svg")
+    report_path, curves = (
+        options.report or options.work_dir / "report.md",
+        options.plot or options.work_dir / "curves.svg",
+    )
+    plot(runs, curves)
+    write_text(report_path, report(result, base, finals, runs, os.path.relpath(curves, report_path.parent)))
     print_result("rl_ifollow", result)
 
 
