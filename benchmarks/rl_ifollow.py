@@ -148,7 +148,7 @@ def report(
         name = key.replace("_", " ").replace("minus", "−")
         lines.append(f"| {name} | {row['mean']:.3f} | {row['low']:.3f} … {row['high']:.3f} | {by_seed} |")
     lines += ["", "| | prompts | base | sparse | dense |", "|---|---|---|---|---|"]
-    for label in ("seen_kinds", "unseen_kinds"):
+    for label in (label for label in ("seen_kinds", "unseen_kinds") if label in result):
         part = result[label]
         rewards = " | ".join(f"{part[name]:.3f}" for name in ("base", *METHODS))
         lines.append(f"| {label.replace('_', ' ')} | {part['prompts']} | {rewards} |")
