@@ -21,8 +21,8 @@ from leanroll.errors import ConfigError
 from leanroll.rollout.schedule import BudgetSchedule
 
 Floats = NDArray[np.float64]
-# Sub-landmarks (or every key) as whole numbers with one bf16 scale each: sub4-int4, keys-int4.
-_QUANTISED = re.compile(r"(?:sub(?P<rows>[1-9]\d*)|keys)-int(?P<bits>4|8)")
+# Sub-landmarks (or every key) as whole numbers with one bf16 scale each: sub4-int4, peak4-int4, keys-int4.
+_QUANTISED = re.compile(r"(?:(?:sub|peak)(?P<rows>[1-9]\d*)|keys)-int(?P<bits>4|8)")
 _SCALE_BYTES = 2
 PARTS = ("weights", "logits", "dense_attention", "sparse_attention", "scoring")
 

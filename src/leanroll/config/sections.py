@@ -148,7 +148,7 @@ class TaskConfig(Section):
 
 # The names that `kernels.scorers` knows, which loads torch and so is not imported here; a test compares them.
 ScorerName = Literal[
-    "mean", "softmax", "minmax", "sub4-int4", "sub4-int8", "sub8-int4", "keys-int4", "oracle-mass"
+    "mean", "softmax", "minmax", "sub4-int4", "sub4-int8", "sub8-int4", "keys-int4", "peak4-int4", "peak8-int4", "oracle-mass"
 ]  # fmt: skip
 
 
@@ -162,7 +162,7 @@ class RolloutConfig(Section):
     )
     scorer: ScorerName | None = Field(
         None,
-        description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, or oracle-mass (for "
+        description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, peak4-int4, peak8-int4, or oracle-mass (for "
         "diagnosis). None: the one the schedule was measured with.",
     )
     kernel: Literal["auto", "reference", "cpu", "triton"] = Field(

@@ -19,6 +19,9 @@ dimension 15. Its scale is 1, its codes 7, -7, 0, ..., 4 (3.5 rounds to even). I
 and 8), byte 1 = 0x09 (-7 is 9 mod 16), byte 7 = 0x40 (dimensions 7 and 15). Rows 1, 2 and 3 follow, then the scales, the first
 of which is 80 3f: 40 bytes.
 
+Queries can be rounded to whole numbers, too (`whole_queries`, int8 with a float32 scale per head): then the sums of a product are
+whole numbers that float32 holds exactly, in whatever order a machine adds them.
+
 The result is exact: runs are summed in order, and every operation is one that IEEE 754 defines, so the C++ kernels write the
 very same bytes.
 """
@@ -57,9 +60,7 @@ def pack(keys: Tensor, num_rows: int, bits: int) -> Tensor:
     rows = total / (page_size // num_rows)
     largest = 2 ** (bits - 1) - 1
     scales = (rows.abs().amax(dim=-1) / largest).bfloat16()
-    scale = scales.float()
-    inverse = torch.where(scale > _SMALLEST_SCALE, 1.0 / scale, 0.0)
-    codes = (rows * inverse[..., None]).round().clamp(-largest, largest).to(torch.int32)
+    codes = _codes(rows, scales.float(), largest).to(torch.int32)
 
     dims = tile_dims(bits)
     tiles = -(-head_dim // dims)
@@ -70,8 +71,26 @@ def pack(keys: Tensor, num_rows: int, bits: int) -> Tensor:
     return torch.cat([packed, scales.contiguous().view(torch.uint8)], dim=-1)
 
 
+def _codes(x: Tensor, scale: Tensor, largest: int) -> Tensor:
+    """x [..., D] in units of scale [...], whole numbers in float32."""
+    inverse = torch.where(scale > _SMALLEST_SCALE, 1.0 / scale, 0.0)
+    return (x * inverse[..., None]).round().clamp(-largest, largest)
+
+
+def whole_queries(q: Tensor) -> tuple[Tensor, Tensor]:
+    """q [..., D] → codes from -127 to 127 [..., D] and scales [...], both float32: q is about code * scale."""
+    scale = q.float().abs().amax(dim=-1) / 127
+    return _codes(q.float(), scale, 127), scale
+
+
 def unpack(packed: Tensor, num_rows: int, head_dim: int, bits: int) -> Tensor:
     """uint8 [..., bytes] → rows float32 [..., R, D]."""
+    codes, scales = unpack_codes(packed, num_rows, head_dim, bits)
+    return codes * scales[..., None]
+
+
+def unpack_codes(packed: Tensor, num_rows: int, head_dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """uint8 [..., bytes] → codes [..., R, D] and scales [..., R], both float32."""
     lead, tiles = packed.shape[:-1], -(-head_dim // tile_dims(bits))
     cut = num_rows * tiles * RUN_BYTES
     codes = packed[..., :cut].view(*lead, num_rows // QUAD, tiles, QUAD, RUN_BYTES).transpose(-3, -2).to(torch.int32)
@@ -80,4 +99,4 @@ def unpack(packed: Tensor, num_rows: int, head_dim: int, bits: int) -> Tensor:
     half = 2 ** (bits - 1)
     signed = ((codes ^ half) - half).flatten(-2).flatten(-3, -2)[..., :head_dim]
     scales = packed[..., cut:].contiguous().view(torch.bfloat16).float()
-    return signed.float() * scales[..., None]
+    return signed.float(), scales

@@ -18,6 +18,7 @@ from leanroll.kernels.scorers import (
     MeanScorer,
     MinMaxScorer,
     OracleScorer,
+    PeakScorer,
     QuantisedScorer,
     Scorer,
     SoftmaxScorer,
@@ -27,7 +28,7 @@ from leanroll.kernels.scorers import (
 
 # As `ScorerKind` in kernels.h counts them.
 _SCORER_KINDS: dict[type, int] = {MeanScorer: 1, SoftmaxScorer: 2, MinMaxScorer: 3, OracleScorer: 6}
-_QUANTISED_KINDS = {4: 4, 8: 5}  # by bits
+_QUANTISED_KINDS = {(QuantisedScorer, 4): 4, (QuantisedScorer, 8): 5, (PeakScorer, 4): 7}  # with their bits
 _DENSE = (0, 1)
 
 
@@ -145,14 +146,14 @@ def scorer_code(scorer: Scorer | None, page_size: int) -> tuple[int, int]:
     if scorer is None:
         return _DENSE
     # Subclasses may define another score, so only the very types are known.
-    if type(scorer) is QuantisedScorer:
+    if isinstance(scorer, QuantisedScorer) and (type(scorer), scorer.bits) in _QUANTISED_KINDS:
         rows = scorer.num_rows(page_size)
         if rows % QUAD or page_size % rows:
             raise UserError(
                 f"page scorer {scorer.name!r} cuts pages of {page_size} tokens into {rows} runs; expected a multiple of "
                 f"{QUAD} that divides the page."
             )
-        return _QUANTISED_KINDS[scorer.bits], rows
+        return _QUANTISED_KINDS[type(scorer), scorer.bits], rows
     kind = _SCORER_KINDS.get(type(scorer))
     if kind is None:
         raise BackendUnavailable(

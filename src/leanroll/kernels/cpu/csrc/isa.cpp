@@ -39,7 +39,7 @@ int available_isas(const IsaTable** out, int capacity) {
 #ifdef LEANROLL_X86
   // The compiler's check includes whether the operating system saves the registers.
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16")) {
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
 #ifdef LEANROLL_AMX
     if (may_use_tiles()) put(amx_table());
 #endif

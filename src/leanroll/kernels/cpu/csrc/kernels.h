@@ -18,7 +18,7 @@ struct bf16 {
 enum class DType : int { f32 = 0, bf16 = 1 };
 inline int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
-enum class ScorerKind : int { none = 0, mean = 1, softmax = 2, minmax = 3, int4 = 4, int8 = 5, oracle = 6 };
+enum class ScorerKind : int { none = 0, mean = 1, softmax = 2, minmax = 3, int4 = 4, int8 = 5, oracle = 6, peak = 7 };
 
 // Layout of quantised sub-landmarks, see kernels/landmarks.py.
 constexpr int kQuad = 4, kRunBytes = 8;       // rows side by side, bytes of each per tile
@@ -29,8 +29,8 @@ struct Scorer {
   ScorerKind kind;
   int rows;
 
-  bool quantised() const { return kind == ScorerKind::int4 || kind == ScorerKind::int8; }
-  int bits() const { return kind == ScorerKind::int4 ? 4 : 8; }
+  bool quantised() const { return kind == ScorerKind::int4 || kind == ScorerKind::int8 || kind == ScorerKind::peak; }
+  int bits() const { return kind == ScorerKind::int8 ? 8 : 4; }
   int tiles(int D) const { return (D * bits() + kRunBytes * 8 - 1) / (kRunBytes * 8); }
   // Bytes of one (page, KV head).
   int64_t landmark_bytes(DType kv, int D) const {

@@ -246,8 +246,55 @@ void score_rows(const ScoreArgs& a) {
   }
 }
 
+// x[0, n R) → out[p] = largest of page p's R values. As page_sums.
+inline void page_maxima(float* x, int n, int R, float* out) {
+  float* quads = R == kQuad ? out : x;
+  for (int i = 0; i < n * R; i += 4 * W) {
+    const F v[4] = {load(x + i), load(x + i + W), load(x + i + 2 * W), load(x + i + 3 * W)};
+    store(quads + i / 4, quad_maxima(v));
+  }
+  if (R == kQuad) return;
+  const int per_page = R / kQuad;
+  for (int p = 0; p < n; ++p) {
+    float top = -kInf;
+    for (int i = 0; i < per_page; ++i) top = x[p * per_page + i] > top ? x[p * per_page + i] : top;
+    out[p] = top;
+  }
+}
+
+// How far a page's best row stays behind the best of all candidates, for the query head for which that is least.
+void score_peaks(const ScoreArgs& a) {
+  const int R = a.scorer.rows, per_chunk = kChunkRows / R, n = a.end - a.begin;
+  const int64_t stride = kChunkRows + 8 * kMaxLanes, page_stride = n + 4 * kMaxLanes;
+  float* products_of = a.scratch;
+  float* best = products_of + kScoreHeads * stride;
+  float* memory = best + kScoreHeads * page_stride;
+  for (int first = 0; first < a.G; first += kScoreHeads) {
+    const int H = a.G - first < kScoreHeads ? a.G - first : kScoreHeads;
+    const WholeProducts products(a, first, H, memory);
+    for (int p = 0; p < n; p += per_chunk) {
+      const int count = n - p < per_chunk ? n - p : per_chunk;
+      products(a.begin + p, count, products_of, stride);
+      for (int h = 0; h < H; ++h) page_maxima(products_of + h * stride, count, R, best + h * page_stride + p);
+    }
+    for (int h = 0; h < H; ++h) {
+      float* x = best + h * page_stride;
+      for (int i = n; i < n + W; ++i) x[i] = -kInf;
+      F top = set1(-kInf);
+      for (int i = 0; i < n; i += W) top = vmax(top, load(x + i));
+      const float highest = hmax(top);
+      float* out = a.out + a.begin;
+      for (int i = 0; i < n; ++i) {
+        const float behind = x[i] - highest;
+        out[i] = first + h && out[i] > behind ? out[i] : behind;
+      }
+    }
+  }
+}
+
 template <class T>
 void score(const ScoreArgs& args) {
+  if (args.scorer.kind == ScorerKind::peak) return score_peaks(args);
   if (args.scorer.quantised())
     score_rows<QuantisedProducts>(args);
   else if (args.scorer.kind == ScorerKind::oracle)

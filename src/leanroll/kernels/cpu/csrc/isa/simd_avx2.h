@@ -16,6 +16,7 @@ constexpr int W = 8;
 constexpr int kHeadBlock = 4, kTileBlock = 1;
 constexpr int kWeightRows = 2, kInputRows = 4;
 #define LEANROLL_DOT_BF16 0
+#define LEANROLL_DOT_INT4 1
 #define LEANROLL_TRANSPOSE 0
 
 inline F zero() { return _mm256_setzero_ps(); }
@@ -77,6 +78,36 @@ inline void natural(const bf16*, F& a, F& b) {
   a = _mm256_permute2f128_ps(lo, hi, 0x20), b = _mm256_permute2f128_ps(lo, hi, 0x31);
 }
 inline void natural(const float*, F&, F&) {}
+
+// Bytes: one tile of one quad of int4 rows, or what it is multiplied with.
+typedef __m256i C;
+constexpr int kByteTiles = 1;
+inline C no_bytes() { return _mm256_setzero_si256(); }
+inline C load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline C load_last_tile(const void* p) { return load_bytes(p); }
+// Two's complement nibbles, 8 higher: from 0 to 15.
+inline C raised(C x) { return _mm256_xor_si256(x, _mm256_set1_epi8(static_cast<char>(0x88))); }
+inline C low_codes(C x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline C high_codes(C x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+// Sums of two products of a code and an int8 fit in 16 bits.
+inline C dot_codes(C acc, C codes, C q) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, q), _mm256_set1_epi16(1)));
+}
+inline C minus(C a, C b) { return _mm256_sub_epi32(a, b); }
+// The rows of two quads, in order.
+inline F row_sums(const C* v) {
+  return _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(_mm256_hadd_epi32(v[0], v[1]), 0xd8));
+}
+// Eight scales, four from each place.
+inline F gather_row_scales(const uint8_t* const* at) {
+  const auto quad = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at[i])); };
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi64(quad(0), quad(1))), 16));
+}
+// Lane i = largest of the i-th four of the 32 values in v.
+inline F quad_maxima(const F* v) {
+  const auto pairs = [](F x, F y) { return _mm256_max_ps(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xdd)); };
+  return _mm256_permutevar8x32_ps(pairs(pairs(v[0], v[1]), pairs(v[2], v[3])), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 
 }  // namespace
 }  // namespace leanroll

@@ -1,4 +1,4 @@
-// AVX-512 F, BW, DQ, VL and BF16: sixteen lanes, and products of bf16 pairs.
+// AVX-512 F, BW, DQ, VL, BF16 and VNNI: sixteen lanes, and products of bf16 pairs and of bytes.
 #pragma once
 
 #include <immintrin.h>
@@ -17,6 +17,7 @@ constexpr int kHeadBlock = 4, kTileBlock = 2;
 // Two streams of weights, which is as many as memory can be kept busy with and the processor can follow (measured on Zen 4).
 constexpr int kWeightRows = 2, kInputRows = 8;
 #define LEANROLL_DOT_BF16 1
+#define LEANROLL_DOT_INT4 1
 #define LEANROLL_TRANSPOSE 1
 
 inline F zero() { return _mm512_setzero_ps(); }
@@ -132,6 +133,38 @@ inline I nibble_values(bool is_signed) {
     values[i] = static_cast<uint16_t>(bits >> 16);
   }
   return _mm512_load_si512(values);
+}
+// Bytes: kByteTiles tiles of one quad of int4 rows side by side, or what they are multiplied with.
+typedef __m512i C;
+constexpr int kByteTiles = 2;
+inline C no_bytes() { return _mm512_setzero_si512(); }
+inline C load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline C load_last_tile(const void* p) { return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+// Two's complement nibbles, 8 higher: from 0 to 15.
+inline C raised(C x) { return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x88))); }
+inline C low_codes(C x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline C high_codes(C x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+inline C dot_codes(C acc, C codes, C q) { return _mm512_dpbusd_epi32(acc, codes, q); }
+inline C minus(C a, C b) { return _mm512_sub_epi32(a, b); }
+// The rows of four quads, in order.
+inline F row_sums(const C* v) {
+  C pairs[2];
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x44), _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xee));
+  const F x = _mm512_castsi512_ps(pairs[0]), y = _mm512_castsi512_ps(pairs[1]);
+  const C sums = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
+  // Each 128 bits hold two rows of the first pair of quads and two of the second.
+  return _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15), sums));
+}
+inline F gather_row_scales(const uint8_t* const* at) { return gather_scales(at); }
+// Lane i = largest of the i-th four of the 64 values in v.
+inline F quad_maxima(const F* v) {
+  F a[2];
+  for (int i = 0; i < 2; ++i)
+    a[i] = _mm512_max_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  const __m512d x = _mm512_castps_pd(a[0]), y = _mm512_castps_pd(a[1]);
+  const F m = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), m);
 }
 inline F dot_pairs(F acc, P x, P y) { return _mm512_dpbf16_ps(acc, x, y); }
 

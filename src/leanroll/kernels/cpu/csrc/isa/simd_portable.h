@@ -15,6 +15,7 @@ constexpr int W = 4;
 constexpr int kHeadBlock = 2, kTileBlock = 2;  // accumulators of the value pass: heads x tiles x 2
 constexpr int kWeightRows = 2, kInputRows = 2;  // accumulators of the linear kernel
 #define LEANROLL_DOT_BF16 0
+#define LEANROLL_DOT_INT4 0
 #define LEANROLL_TRANSPOSE 0
 
 inline F zero() { return F{0, 0, 0, 0}; }
@@ -38,6 +39,7 @@ inline float hmax(F v) { return std::fmax(std::fmax(v[0], v[1]), std::fmax(v[2],
 inline F reduce_rows(const F* r) { return F{hsum(r[0]), hsum(r[1]), hsum(r[2]), hsum(r[3])}; }
 // Lane i of sums = sum of the i-th four of the 16 values in v.
 inline F quad_sums(const F* v) { return reduce_rows(v); }
+inline F quad_maxima(const F* v) { return F{hmax(v[0]), hmax(v[1]), hmax(v[2]), hmax(v[3])}; }
 // Adds k (a whole number, |k| < 127) to the exponent of x.
 inline F scale_pow2(F x, F k) {
   const I e = __builtin_convertvector(k, I) << 23;
