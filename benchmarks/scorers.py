@@ -1,28 +1,33 @@
 """Which page scorer and page size give the best tail for the same bytes, and the fastest attention for the same tail.
 
     python -m benchmarks.scorers --texts code=FILES prose=FILES chat=FILES [--adapter DIR] [--max-tokens 4096]
+    [--scorers mean:16 softmax:16 peak4-int4:8]
 
-For every kind of text, scorer, page size and share of the dense KV bytes: the budgets whose pages and landmarks together are at
-most that share at every length, and the 5th percentile of exact alpha under them, teacher-forced. From these, the share at which
-the tail reaches the target (linear in between), the pages that are read there at the last length, and the time of one layer's
-decode attention with as many, landmarks scored and pages selected, against dense. `--adapter`: a policy that reinforcement
-learning has moved.
+A share of the dense KV bytes gives budgets: what pages and landmarks together may take at every length. For every kind of text and
+every scorer with its page size, the smallest share is looked for whose 5th percentile of exact alpha, teacher-forced, reaches the
+target (bisection, then linear in between). Then the tokens that are read there at the last length, beside those of the first
+scorer, and the time of one layer's decode attention with as many, landmarks scored and pages selected, against dense.
+`--adapter`: a policy that reinforcement learning has moved.
 
-A kind is NAME=PATTERN[,PATTERN …]. Windows of max_tokens each, the first of each file. One row per kind, page size and scorer.
+A kind is NAME=PATTERN[,PATTERN …]; .jsonl files are rollouts of a run or of `leanroll rollout`, put behind each other in the
+model's chat format. Windows of max_tokens each, the first of each file. One row per kind and scorer.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks._common import interleaved, print_result, progress
 from leanroll.calibrate.passes import PassRunner
@@ -38,6 +43,11 @@ from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.train.setup import build_policy
 
 QUANTILE = 0.05
+SHARES = [0.09, 0.125, 0.16, 0.2, 0.25, 0.32, 0.4, 0.5, 0.64]
+SCORERS = [
+    "mean:16", "softmax:16", "minmax:16", "sub4-int4:16", "keys-int4:16", "peak4-int4:16", "softmax:8", "sub4-int4:8",
+    "peak4-int4:8", "softmax:32", "peak8-int4:32",
+]  # fmt: skip
 LAYERS = 12  # of the timed pool: more than a cache holds
 
 
@@ -69,20 +79,62 @@ def schedule_of_share(
     )
 
 
-def tail(runner: PassRunner, schedule: BudgetSchedule, texts: Sequence[Trajectory], first: int) -> float:
-    """5th percentile of alpha over all positions from `first` on."""
-    rates = runner.run(schedule, texts).rates
-    return float(np.quantile(np.concatenate([alpha[first:] for alpha in rates]), QUANTILE))
+@dataclass(frozen=True)
+class Candidate:
+    """A scorer with a page size, on some texts of max_tokens each."""
+
+    runner: PassRunner
+    policy: Policy
+    texts: Sequence[Trajectory]
+    scorer: str
+    page_size: int
+    dense_layers: tuple[int, ...]
+    bin_tokens: int
+    max_tokens: int
+
+    def schedule(self, share: float) -> BudgetSchedule | None:
+        """Its budgets at a share of the dense bytes."""
+        found = schedule_of_share(share, self.policy, self.scorer, self.page_size, self.bin_tokens, self.max_tokens)
+        return found and replace(found, dense_layers=self.dense_layers)
+
+    def tail(self, share: float) -> float:
+        """5th percentile of alpha over all positions from the second bin on; -1 where there are no budgets."""
+        schedule = self.schedule(share)
+        if schedule is None:
+            return -1.0
+        rates = self.runner.run(schedule, self.texts).rates
+        return float(np.quantile(np.concatenate([alpha[self.bin_tokens :] for alpha in rates]), QUANTILE))
 
 
-def share_at(target: float, shares: Sequence[float], tails: Sequence[float]) -> float | None:
-    """Smallest share at which the tail reaches the target, linear between the measured ones; None if it never does."""
-    for i, value in enumerate(tails):
-        if value >= target:
-            if i == 0:
-                return shares[0]
-            return float(np.interp(target, tails[i - 1 : i + 1], shares[i - 1 : i + 1]))
-    return None
+def share_at(
+    target: float, shares: Sequence[float], tail_of: Callable[[float], float]
+) -> tuple[float | None, dict[float, float]]:
+    """The share at which the tail reaches the target, and the tails measured by share. Takes the tail to rise with the share.
+
+    None: the largest share does not reach it. The smallest share itself where that already does.
+    """
+    tails: dict[float, float] = {}
+    low, high = -1, len(shares)  # does not reach it, reaches it
+    while high - low > 1:
+        middle = (low + high) // 2
+        tails[shares[middle]] = tail_of(shares[middle])
+        low, high = (middle, high) if tails[shares[middle]] < target else (low, middle)
+    if high == len(shares) or low < 0:
+        return (None if low >= 0 else shares[0]), tails
+    ends = shares[low : high + 1]
+    return float(np.interp(target, [tails[x] for x in ends], ends)), tails
+
+
+def as_chat(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
+    """Prompts and completions of JSONL files behind each other in the model's chat format, written to `path`."""
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    turns = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in rows
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(tokenizer.apply_chat_template(t, tokenize=False) for t in turns), encoding="utf-8")
+    return path
 
 
 class LayerTimes:
@@ -153,9 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--bin-tokens", type=int, default=512)
     parser.add_argument("--windows", type=int, default=4, help="texts per kind at most")
-    parser.add_argument("--scorers", nargs="+", default=["mean", "softmax", "minmax", "sub4-int4", "keys-int4"])
-    parser.add_argument("--page-sizes", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.125, 0.1875, 0.25, 0.375, 0.5])
+    parser.add_argument("--scorers", nargs="+", default=SCORERS, metavar="NAME:PAGE_SIZE")
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--target", type=float, default=0.86)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--work-dir", type=Path, default=Path("runs/scorers"))
@@ -166,40 +218,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     backend = get_backend()
     times = LayerTimes(policy, backend, options.max_tokens, options.repeats)
     name = "base" if options.adapter is None else options.adapter.resolve().as_posix().replace("/", "_")
+    folder = options.work_dir / name
     shares = sorted(options.shares)
     rows: list[dict[str, Any]] = []
     for kind, files in read_kinds(options.texts).items():
         length = options.max_tokens
+        if files[0].suffix == ".jsonl":
+            files = [as_chat(files, policy.tokenizer, folder / f"{kind}.txt")]
         texts = from_texts(files, policy.tokenizer, max_tokens=length, min_tokens=length, per_file=1, seed=0)
-        runner = PassRunner(policy, policy.spec, backend, options.work_dir / name, kv_dtype=policy.dtype)
-        for size in options.page_sizes:
-            for scorer in options.scorers:
-                schedules = [
-                    schedule_of_share(share, policy, scorer, size, options.bin_tokens, length) for share in shares
-                ]
-                tails = [
-                    -1.0 if s is None else tail(runner, s, texts[: options.windows], options.bin_tokens)
-                    for s in schedules
-                ]
-                row: dict[str, Any] = {
-                    "text": kind,
-                    "page_size": size,
-                    "scorer": scorer,
-                    "tails": dict(zip(shares, tails, strict=True)),
-                }
-                wanted = share_at(options.target, shares, tails)
-                row["share_at_target"] = wanted
-                at = wanted and schedule_of_share(wanted, policy, scorer, size, options.bin_tokens, length)
-                if at:
-                    row |= {"pages": at.pages[-1], **times.ratio(scorer, size, at.pages[-1])}
-                rows.append(row)
-                progress(
-                    f"{kind:8} pages of {size:3} {scorer:10} tails "
-                    + " ".join("  —  " if t < 0 else f"{t:.3f}" for t in tails)
-                    + (f" · {options.target:g} at {wanted:.3f} of the bytes" if wanted else "")
-                    + (f", {row['speedup']:.2f}x" if "speedup" in row else "")
+        runner = PassRunner(policy, policy.spec, backend, folder, kv_dtype=policy.dtype)
+        first: int | None = None
+        for scorer, size in ((n, int(s)) for n, s in (pair.split(":") for pair in options.scorers)):
+            candidate = Candidate(
+                runner,
+                policy,
+                texts[: options.windows],
+                scorer,
+                size,
+                tuple(options.dense_layers),
+                options.bin_tokens,
+                length,
+            )
+            wanted, tails = share_at(options.target, shares, candidate.tail)
+            row: dict[str, Any] = {"text": kind, "page_size": size, "scorer": scorer, "tails": tails, "share": wanted}
+            at = wanted and candidate.schedule(wanted)
+            line = f"{kind:8} {scorer:10} pages of {size:3}"
+            if at:
+                row["tokens"] = at.pages[-1] * size
+                first = first or row["tokens"]
+                row["tokens_of_first"] = round(row["tokens"] / first, 3)
+                row |= times.ratio(scorer, size, at.pages[-1])
+                line += (
+                    f" {options.target:g} at {wanted:.3f} of the bytes, {row['tokens']} tokens ({row['tokens_of_first']:.2f}), "
+                    f"{row['sparse_us']:.0f} us, {row['speedup']:.2f}x"
                 )
-    print_result("scorers", {"shares": shares, "target": options.target, "policy": name, "rows": rows})
+            rows.append(row)
+            progress(line)
+    print_result("scorers", {"target": options.target, "policy": name, "max_tokens": options.max_tokens, "rows": rows})
 
 
 if __name__ == "__main__":

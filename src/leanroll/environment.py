@@ -81,6 +81,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def last_level_cache_bytes() -> int | None:
+    """Size of the largest cache in front of memory, which may be shared with other machines; None where Linux does not tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:])
+        if unit is not None and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * unit)
+    return max(sizes, default=None)
+
+
 def memory_gib() -> float | None:
     """Physical memory in GiB, None where the system does not tell."""
     try:

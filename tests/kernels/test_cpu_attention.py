@@ -63,6 +63,16 @@ def test_every_scorer_on_a_large_batch(scorer: str, head_dim: int, dtype: torch.
         assert torch.equal(cpu.score_pages(case.q[rows] * 3, case.layer, alone, case.scorer), scores[rows])
 
 
+@pytest.mark.parametrize("scorer", ["peak4-int4", "peak8-int4"])
+@EXAMPLES
+@given(shapes())
+def test_peaks_are_the_same_to_the_last_bit(scorer: str, shape: Shape) -> None:
+    """On every instruction set and in plain torch, whatever order sums are taken in."""
+    case = Case(replace(shape, scorer=scorer))
+    arguments = (case.q, case.layer, case.batch, case.scorer)
+    assert torch.equal(CpuBackend().score_pages(*arguments), REFERENCE.score_pages(*arguments))
+
+
 @EXAMPLES
 @given(shapes())
 def test_selection_from_given_scores(shape: Shape) -> None:

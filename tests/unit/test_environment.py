@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from leanroll.environment import SPIN_COUNT, describe, limit_spinning
+from leanroll.environment import SPIN_COUNT, describe, last_level_cache_bytes, limit_spinning
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +48,8 @@ def test_the_command_line_comes_before_the_runtime() -> None:
     )
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
     assert f"GOMP_SPINCOUNT {SPIN_COUNT}, OMP_WAIT_POLICY not set" in done.stdout
+
+
+def test_the_last_level_cache_holds_a_page_at_least() -> None:
+    size = last_level_cache_bytes()
+    assert size is None or size >= 2**15

@@ -18,6 +18,7 @@ from torch import Tensor
 from leanroll.calibrate.cost import step_cost
 from leanroll.calibrate.devices import Device
 from leanroll.calibrate.model_shape import ModelShape
+from leanroll.environment import last_level_cache_bytes
 from leanroll.errors import ConfigError
 from leanroll.kernels.cpu import linear_group
 from leanroll.kernels.cpu.native import native
@@ -31,7 +32,7 @@ from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.types import Prompt, SamplingParams
 
 _STREAM_BYTES = 1 << 29
-_COLD_BYTES = 1 << 27  # several times the last-level cache
+_COLD_BYTES = 1 << 27  # at least; otherwise twice the last-level cache
 _HOT_TOKENS = 512  # keys and values of a few heads, well inside a cache
 _MANY_ROWS = 64  # what our products take at most, and enough to make them bound by arithmetic
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -100,7 +101,8 @@ def _measure_products(shape: ModelShape, repeats: int) -> tuple[float, float]:
 
 def _cold_copies(shape: ModelShape, num_bytes: int) -> int:
     """Layers to go round, so that each has left the cache when its turn comes again; a small model has no more than its own."""
-    return max(2, min(-(-_COLD_BYTES // num_bytes), shape.num_layers))
+    cold = max(_COLD_BYTES, 2 * (last_level_cache_bytes() or 0))
+    return max(2, min(-(-cold // num_bytes), shape.num_layers))
 
 
 @dataclass
@@ -158,19 +160,27 @@ class _AttentionProbe:
         shape, size = self.shape, self.page_size
         num_seqs, num_pages, budget = 8, 512, 64
         per_layer = 2 * num_seqs * budget * size * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
-        # One layer at a time is touched, and its chosen pages must have left the cache when its turn comes again.
+        # Layer after layer, other queries in every round: chosen pages have left the cache when they are chosen again.
         cache = self._cache(num_seqs, num_pages * size, budget, _cold_copies(shape, 2 * per_layer))
         num_layers = len(cache.layers)
-        selections = [
-            self.backend.select_pages(
-                self.backend.score_pages(cache.q, layer, cache.batch, self.scorer), cache.batch, size
-            )
-            for layer in cache.layers
+        rounds = [
+            [self._random((num_seqs, shape.num_heads, shape.head_dim)) for _ in range(num_layers)]
+            for _ in range(repeats + 1)
         ]
+        selections = [
+            [
+                self.backend.select_pages(
+                    self.backend.score_pages(q, layer, cache.batch, self.scorer), cache.batch, size
+                )
+                for q, layer in zip(queries, cache.layers, strict=True)
+            ]
+            for queries in rounds
+        ]
+        chosen, asked = iter(selections), iter(rounds)
         attend = median_seconds(
-            lambda: [self._attend(cache, i, selected) for i, selected in enumerate(selections)], repeats
+            lambda: [self._attend(cache, i, selected) for i, selected in enumerate(next(chosen))], repeats
         )
-        whole = median_seconds(lambda: [self._step(cache, i) for i in range(num_layers)], repeats)
+        whole = median_seconds(lambda: [self._step(cache, i, q) for i, q in enumerate(next(asked))], repeats)
         schedule = BudgetSchedule("probe", size, dense_layers=(), pages=(budget,), scorer=self.scorer.name)
         one_layer = replace(shape, num_layers=num_layers, windows=())
         cost = step_cost(one_layer, schedule, [num_pages * size] * num_seqs)
@@ -188,9 +198,9 @@ class _AttentionProbe:
             cache.q, cache.layers[layer], cache.batch, selected, self.shape.head_dim**-0.5
         )
 
-    def _step(self, cache: _Cache, layer: int) -> Tensor:
+    def _step(self, cache: _Cache, layer: int, q: Tensor) -> Tensor:
         return self.backend.decode_layer(
-            cache.q, cache.kv, cache.kv, cache.layers[layer], cache.batch, self.scorer, self.shape.head_dim**-0.5
+            q, cache.kv, cache.kv, cache.layers[layer], cache.batch, self.scorer, self.shape.head_dim**-0.5
         )
 
 

@@ -25,8 +25,8 @@ class CalibrationConfig(Section):
     max_tokens: Int = Field(
         8192, ge=64, description="Length up to which budgets are fitted; beyond, all pages are read."
     )
-    bin_pages: Int = Field(64, ge=1, description="Pages per length bin: 64 pages of 16 tokens are 1,024 tokens.")
-    page_size: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per page.")
+    bin_pages: Int = Field(128, ge=1, description="Pages per length bin: 128 pages of 8 tokens are 1,024 tokens.")
+    page_size: Literal[8, 16, 32, 64, 128] = Field(8, description="Tokens per page.")
     first_pages: Int = Field(1, ge=0, description="Pages at the start that are always read.")
     last_pages: Int = Field(
         2, ge=1, description="Pages at the end that are always read; the one being written is one of them."
@@ -34,7 +34,7 @@ class CalibrationConfig(Section):
     dense_layers: tuple[Annotated[Int, Field(ge=0)], ...] = Field(
         (0, 1), description="Layers that always read everything."
     )
-    scorer: str = Field("softmax", min_length=1, description="Page scorer the budgets are for.")
+    scorer: str = Field("peak4-int4", min_length=1, description="Page scorer the budgets are for.")
     budgets: tuple[Annotated[Int, Field(ge=2)], ...] = Field(
         (), description="Budgets in pages that may be chosen. Empty: about four per doubling."
     )

@@ -162,8 +162,8 @@ class RolloutConfig(Section):
     )
     scorer: ScorerName | None = Field(
         None,
-        description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, peak4-int4, peak8-int4, or oracle-mass (for "
-        "diagnosis). None: the one the schedule was measured with.",
+        description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, peak4-int4, peak8-int4, or "
+        "oracle-mass (for diagnosis). None: the one the schedule was measured with.",
     )
     kernel: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto",

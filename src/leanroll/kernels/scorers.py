@@ -7,7 +7,7 @@
 | minmax | smallest and largest value per dimension | upper bound of any key's product, then as softmax |
 | sub4-int4, sub4-int8, sub8-int4 | means of 4 or 8 runs of its tokens, quantised | log-sum-exp over the runs, then as softmax |
 | keys-int4 | every key, quantised | log-sum-exp over the keys, then as softmax |
-| peak4-int4, peak8-int4 | as sub4-int4, sub8-int4 | how near its best run comes to the best of all pages, for the nearest query head |
+| peak4-int4, peak8-int4 | as sub4-int4, sub8-int4 | how near its best run comes to the best of all pages, nearest query head |
 | oracle-mass | none; reads every key | the true attention mass: a yardstick, reference kernels only |
 
 A scorer owns the layout of its landmarks. The code here is the truth in plain torch; backends may bring faster versions
@@ -233,7 +233,9 @@ class PeakScorer(QuantisedScorer):
 
     def rows(self, layer: PagedLayer, pages: Tensor) -> Tensor:
         """Codes, and the row's scale behind them: [..., Hk, R, D + 1]."""
-        codes, scales = unpack_codes(landmarks_of(layer)[pages], self.num_rows(layer.page_size), layer.head_dim, self.bits)
+        codes, scales = unpack_codes(
+            landmarks_of(layer)[pages], self.num_rows(layer.page_size), layer.head_dim, self.bits
+        )
         return torch.cat([codes, scales[..., None]], dim=-1)
 
     def score_rows(self, q: Tensor, rows: Tensor, batch: DecodeBatch, page_size: int) -> Tensor:
