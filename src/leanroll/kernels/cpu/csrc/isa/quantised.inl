@@ -245,7 +245,7 @@ struct WholeProducts {
       q_scales[h] = whole_query(x, a.D, width, plain);
       int8_t* to = codes + h * padded;
 #if LEANROLL_DOT_INT4
-      C eights = no_bytes();
+      C too_high = no_bytes();
       for (int s = 0; s < steps; ++s)
         for (int part = 0; part < 2; ++part, to += sizeof(C)) {
           for (int i = 0; i < kByteTiles; ++i)
@@ -257,9 +257,9 @@ struct WholeProducts {
               else
                 std::memset(run, 0, kRunBytes);
             }
-          eights = dot_codes(eights, low_codes(raised(no_bytes())), load_bytes(to));
+          too_high = dot_codes(too_high, eights(), load_bytes(to));
         }
-      start[h] = minus(no_bytes(), eights);
+      start[h] = minus(no_bytes(), too_high);
 #else
       std::memcpy(to, plain, static_cast<size_t>(width));
 #endif
@@ -274,7 +274,7 @@ struct WholeProducts {
     const bool odd = tiles % kByteTiles != 0;
     for (int i = 0; i < n; i += W / kQuad) {
       float* to = out + i * kQuad;
-      const F scale = gather_row_scales(scales + i);
+      const F scale = gather_scales(scales + i);
       switch (H) {
         case 1: whole_products<1>(quads + i, steps, odd, codes, padded, start, q_scales, scale, to, stride); break;
         case 2: whole_products<2>(quads + i, steps, odd, codes, padded, start, q_scales, scale, to, stride); break;

@@ -83,6 +83,7 @@ inline void natural(const float*, F&, F&) {}
 typedef __m256i C;
 constexpr int kByteTiles = 1;
 inline C no_bytes() { return _mm256_setzero_si256(); }
+inline C eights() { return _mm256_set1_epi8(8); }
 inline C load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline C load_last_tile(const void* p) { return load_bytes(p); }
 // Two's complement nibbles, 8 higher: from 0 to 15.
@@ -99,7 +100,7 @@ inline F row_sums(const C* v) {
   return _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(_mm256_hadd_epi32(v[0], v[1]), 0xd8));
 }
 // Eight scales, four from each place.
-inline F gather_row_scales(const uint8_t* const* at) {
+inline F gather_scales(const uint8_t* const* at) {
   const auto quad = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at[i])); };
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_unpacklo_epi64(quad(0), quad(1))), 16));
 }

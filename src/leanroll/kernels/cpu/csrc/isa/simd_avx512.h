@@ -138,6 +138,7 @@ inline I nibble_values(bool is_signed) {
 typedef __m512i C;
 constexpr int kByteTiles = 2;
 inline C no_bytes() { return _mm512_setzero_si512(); }
+inline C eights() { return _mm512_set1_epi8(8); }
 inline C load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 inline C load_last_tile(const void* p) { return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 // Two's complement nibbles, 8 higher: from 0 to 15.
@@ -156,7 +157,6 @@ inline F row_sums(const C* v) {
   // Each 128 bits hold two rows of the first pair of quads and two of the second.
   return _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15), sums));
 }
-inline F gather_row_scales(const uint8_t* const* at) { return gather_scales(at); }
 // Lane i = largest of the i-th four of the 64 values in v.
 inline F quad_maxima(const F* v) {
   F a[2];
