@@ -37,7 +37,7 @@ def plot_sweep(sweep: Sequence[SchedulePass], path: Path) -> None:
     for axes, statistic, title in zip(panels, ("mean", "tail"), ("mean", "5th percentile"), strict=True):
         for i, measured in enumerate(shown):
             points = [((b.low + b.high) / 2, getattr(b, statistic)) for b in measured.bins[:-1] if b is not None]
-            label = f"{measured.schedule.pages[0]} pages"
+            label = f"{measured.schedule.pages[0] * measured.schedule.page_size} tokens read"
             axes.plot(*zip(*points, strict=True), marker=".", color=shade(i, len(shown)), label=label)
         axes.set_title(f"{title} of the acceptance rate", fontsize=10)
         axes.set_xlabel("tokens")
@@ -53,10 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--bin-pages", type=int, default=16)
+    parser.add_argument("--page-size", type=int, default=8)
+    parser.add_argument("--bin-pages", type=int, default=32)
     parser.add_argument("--trajectories", type=int, default=8)
     parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.9])
-    parser.add_argument("--scorer", default="softmax")
+    parser.add_argument("--scorer", default="peak4-int4")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/calibration_cost"))
     parser.add_argument("--plot", type=Path, help="SVG or PNG file of the sweep")
     options = parser.parse_args(arguments)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         per_file=2,
         seed=0,
     )[: options.trajectories]
-    template = BudgetSchedule("cost", bin_pages=options.bin_pages, scorer=options.scorer)
+    template = BudgetSchedule("cost", options.page_size, bin_pages=options.bin_pages, scorer=options.scorer)
     num_bins = options.max_tokens // (options.bin_pages * template.page_size)
     ladder = Ladder.of(
         default_budgets(num_bins * options.bin_pages, template.first_pages + template.last_pages),
