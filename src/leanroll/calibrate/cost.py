@@ -85,8 +85,9 @@ class StepCost:
     """A decode step, or T of them: every number is an array [T], or [] for one step.
 
     weights: products of the layers. logits: the head's. dense_attention, sparse_attention: queries with keys and values on
-    layers of each kind. scoring: landmarks. candidates: pages scored, times KV heads and sparse layers. Activations,
-    norms, sampling, and the writing of the current token are not in here: a device's overheads stand for them.
+    layers of each kind. scoring: landmarks. candidates: pages scored, times KV heads and sparse layers. chosen_share: tokens
+    that sparse layers read, of those they hold; 1 where there are none. Activations, norms, sampling, and the writing of the
+    current token are not in here: a device's overheads stand for them.
 
     Example, one step of 8 sequences of 8,000 tokens of `smollm2-135m` in bf16, 64 pages, layers 0 and 1 dense: weights
     212 MB, logits 57 MB, dense attention 98 MB, sparse attention 176 MB, scoring 43 MB.
@@ -98,6 +99,7 @@ class StepCost:
     sparse_attention: Part
     scoring: Part
     candidates: Floats
+    chosen_share: Floats
     num_layers: int
     batch: Floats
 
@@ -124,8 +126,16 @@ class StepCost:
             "weights": _streamed(self.weights, device.matmul_flops, weight_rate),
             "logits": _streamed(self.logits, device.matmul_flops, weight_rate),
             "dense_attention": _streamed(self.dense_attention, attention_rate, device.bytes_per_second),
-            "sparse_attention": _scattered(self.sparse_attention, attention_rate, device),
-            "scoring": _scattered(self.scoring, attention_rate, device) + self.candidates * device.candidate_seconds,
+            "sparse_attention": _scattered(
+                self.sparse_attention,
+                attention_rate,
+                device,
+                device.scattered_overlap + (1.0 - device.scattered_overlap) * self.chosen_share,
+            ),
+            "scoring": _scattered(
+                self.scoring, device.scoring_flops or attention_rate, device, device.scattered_overlap
+            )
+            + self.candidates * device.candidate_seconds,
         }
         running = self.batch > 0
         per_layer = device.layer_seconds * running + device.layer_row_seconds * self.batch
@@ -140,9 +150,9 @@ def _streamed(part: Part, flops_rate: float, bytes_rate: float) -> Floats:
     return np.maximum(part.flops / flops_rate, part.bytes / bytes_rate)
 
 
-def _scattered(part: Part, flops_rate: float, device: Device) -> Floats:
+def _scattered(part: Part, flops_rate: float, device: Device, overlap: Floats | float) -> Floats:
     arithmetic, memory = part.flops / flops_rate, part.bytes / device.bytes_per_second
-    return np.maximum(arithmetic, memory) + (1.0 - device.scattered_overlap) * np.minimum(arithmetic, memory)
+    return np.maximum(arithmetic, memory) + (1.0 - overlap) * np.minimum(arithmetic, memory)
 
 
 def step_cost(
@@ -209,6 +219,7 @@ def step_cost(
     in_prompt = np.minimum(scored, max(prompt_length // size - schedule.first_pages, 0))
     cost = scorer or (ScorerCost(0, 0) if num_sparse == 0 else ScorerCost.named(schedule.scorer, shape, size))
 
+    held = over_batch(tokens) * num_sparse
     batch = over_batch(np.ones_like(tokens))
     running, rows = batch > 0, 2.0 * batch
     layer_weights, head_weights = shape.num_layers * shape.layer_parameters, shape.head_parameters
@@ -225,6 +236,7 @@ def step_cost(
             over_batch(scored - in_prompt * repeated) * per_page * cost.bytes_per_page,
         ),
         candidates=over_batch(scored) * per_page,
+        chosen_share=np.divide(chosen, held, out=np.ones_like(held), where=held > 0),
         num_layers=shape.num_layers,
         batch=batch,
     )

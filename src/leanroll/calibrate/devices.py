@@ -17,12 +17,13 @@ class Device:
 
     bytes_per_second: reading memory in order.
     matmul_flops: FLOP/s of matrix products in the model's dtype (one multiply-add is two).
-    attention_flops: FLOP/s of decode attention and of scoring, 0: as matmul_flops. A GPU's tensor cores do not mind a few
-        query heads per KV head; a CPU's attention has its own loops, slower than a product.
+    attention_flops: FLOP/s of decode attention, 0: as matmul_flops. A GPU's tensor cores do not mind a few query heads per KV
+        head; a CPU's attention has its own loops, slower than a product.
+    scoring_flops: FLOP/s of products with landmarks, 0: as attention_flops. Whole numbers multiply faster.
     weight_bytes_per_second: weights through the products of a small batch, 0: as bytes_per_second.
-    scattered_overlap: share of the shorter of arithmetic and memory time that hides behind the longer where pages are
-        read here and there: 1, all of it (the part takes the longer of the two); 0, none (it takes their sum). Parts that
-        read memory in order always overlap.
+    scattered_overlap: share of the shorter of arithmetic and memory time that hides behind the longer where few pages of
+        many are read: 1, all of it (the part takes the longer of the two); 0, none (it takes their sum). Parts that read
+        memory in order always overlap, and so does the share of pages behind which the next one is read, too.
     candidate_seconds: scoring and selecting, per candidate page, KV head and sparse layer, beyond arithmetic and traffic.
     layer_seconds, layer_row_seconds: everything else (launches, Python, norms, sampling), per layer of a step, and per
         layer and sequence.
@@ -35,6 +36,7 @@ class Device:
     bytes_per_second: float
     matmul_flops: float
     attention_flops: float = 0.0
+    scoring_flops: float = 0.0
     weight_bytes_per_second: float = 0.0
     scattered_overlap: float = 1.0
     candidate_seconds: float = 0.0
@@ -62,6 +64,7 @@ class Device:
             weight_bytes_per_second=self.weight_bytes_per_second * memory,
             matmul_flops=self.matmul_flops * arithmetic,
             attention_flops=self.attention_flops * arithmetic,
+            scoring_flops=self.scoring_flops * arithmetic,
         )
 
     def with_overheads(self, layer_seconds: float, layer_row_seconds: float = 0.0) -> Device:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from leanroll.calibrate.cost import step_cost
+from leanroll.calibrate.cost import ScorerCost, step_cost
 from leanroll.calibrate.devices import Device
 from leanroll.calibrate.model_shape import ModelShape
 from leanroll.environment import last_level_cache_bytes
@@ -34,6 +34,7 @@ from leanroll.types import Prompt, SamplingParams
 _STREAM_BYTES = 1 << 29
 _COLD_BYTES = 1 << 27  # at least; otherwise twice the last-level cache
 _HOT_TOKENS = 512  # keys and values of a few heads, well inside a cache
+_HOT_PAGES = 512  # and their landmarks
 _MANY_ROWS = 64  # what our products take at most, and enough to make them bound by arithmetic
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _SHORT_PROMPT, _SHORT_STEPS = 16, 24
@@ -74,6 +75,7 @@ def measure_cpu(
             matmul_flops=matmul_flops,
             weight_bytes_per_second=weight_rate,
             attention_flops=attention.flops_per_second(repeats),
+            scoring_flops=attention.scoring_flops_per_second(repeats),
         )
         return attention.with_scattered(device, repeats)
 
@@ -155,6 +157,20 @@ class _AttentionProbe:
         seconds = median_seconds(lambda: [self._attend(cache, 0, None) for _ in range(calls)], repeats) / calls
         return 4.0 * num_seqs * _HOT_TOKENS * self.shape.num_heads * self.shape.head_dim / seconds
 
+    def scoring_flops_per_second(self, repeats: int) -> float:
+        """Arithmetic of scoring on landmarks that stay in the cache."""
+        num_seqs, calls = 2, 32
+        cache = self._cache(num_seqs, _HOT_PAGES * self.page_size, _HOT_PAGES, 1)
+        seconds = median_seconds(
+            lambda: [
+                self.backend.score_pages(cache.q, cache.layers[0], cache.batch, self.scorer) for _ in range(calls)
+            ],
+            repeats,
+        )
+        cost = ScorerCost.named(self.scorer.name, self.shape, self.page_size)
+        num_scored = num_seqs * (_HOT_PAGES - cache.batch.first_pages - cache.batch.last_pages)
+        return cost.flops_per_page * num_scored * self.shape.num_kv_heads * calls / seconds
+
     def with_scattered(self, device: Device, repeats: int) -> Device:
         """The device with what selected pages cost: how far their arithmetic hides behind memory, and scoring."""
         shape, size = self.shape, self.page_size
@@ -188,6 +204,8 @@ class _AttentionProbe:
         memory = float(part.bytes) / device.bytes_per_second
         arithmetic = float(part.flops) / (device.attention_flops or device.matmul_flops)
         overlap = (memory + arithmetic - attend) / min(memory, arithmetic)
+        in_order = budget / num_pages
+        overlap = (overlap - in_order) / (1.0 - in_order)
         device = replace(device, scattered_overlap=min(max(overlap, 0.0), 1.0))
         scoring = float(cost.seconds(device)["scoring"])
         beyond = max(whole - attend - scoring, 0.0)

@@ -161,9 +161,14 @@ def test_device_constants_each_act_on_their_part() -> None:
     assert changed(DEVICE.with_overheads(1e-3, 1e-4)) == pytest.approx({"overhead": 4 * (1e-3 + 3e-4)})
     sums = changed(replace(DEVICE, scattered_overlap=0.0))
     assert sums == pytest.approx(
-        {name: float(getattr(cost, name).flops) / 1e12 for name in ("sparse_attention", "scoring")}
+        {
+            # What is read in order hides its arithmetic all the same.
+            "sparse_attention": float(cost.sparse_attention.flops * (1.0 - cost.chosen_share)) / 1e12,
+            "scoring": float(cost.scoring.flops) / 1e12,
+        }
     )
     assert set(changed(replace(DEVICE, attention_flops=1e6))) == {"dense_attention", "sparse_attention", "scoring"}
+    assert set(changed(replace(DEVICE, scoring_flops=1e6))) == {"scoring"}
     assert cost.step_seconds(DEVICE.slowed(memory=0.5)) == pytest.approx(2 * float(cost.step_seconds(DEVICE)))
 
 
