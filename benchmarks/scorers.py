@@ -127,7 +127,7 @@ def share_at(
 
 def as_chat(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, path: Path) -> Path:
     """Prompts and completions of JSONL files behind each other in the model's chat format, written to `path`."""
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
     turns = [
         [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
         for row in rows
