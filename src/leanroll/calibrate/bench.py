@@ -9,6 +9,7 @@ rounds, so that a slow moment of the machine hits both: a ratio is taken within 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -199,6 +200,20 @@ def check_work(
             f"{kv_memory_gib:g}; raise it, or use a smaller batch or shorter lengths."
         )
     require_memory(policy, schedule, batch=batch, context=lengths[-1], kv_dtype=kv_dtype)
+
+
+def with_jumps(schedule: BudgetSchedule, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths, and the last sparse one wherever a schedule goes over to reading every page between two of them, as it does
+    beyond what it was fitted for: a step's time jumps there, and would be interpolated across."""
+    found: list[int] = []
+    for before, after in itertools.pairwise(lengths):
+        found.append(before)
+        between = np.arange(before, after + 1)
+        reads_all = -(-between // schedule.page_size) <= schedule.budgets(between)
+        last_sparse = int(between[~reads_all].max(initial=0))
+        if reads_all[-1] and before < last_sparse < after:
+            found.append(last_sparse)
+    return (*found, *lengths[-1:])
 
 
 def largest_batch(

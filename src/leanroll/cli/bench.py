@@ -104,7 +104,7 @@ def _options(config: BenchConfig) -> dict[str, Any]:
 
 def _measure(config: BenchConfig) -> tuple[SpeedTable, str]:
     """The measurement, and a sentence about its prediction."""
-    from leanroll.calibrate.bench import check_work, largest_batch, measure_speed, prediction_device
+    from leanroll.calibrate.bench import check_work, largest_batch, measure_speed, prediction_device, with_jumps
     from leanroll.train import setup
 
     bench, rollout = config.bench, config.rollout
@@ -134,7 +134,7 @@ def _measure(config: BenchConfig) -> tuple[SpeedTable, str]:
             policy,
             schedule,
             batch=batch,
-            lengths=bench.lengths,
+            lengths=with_jumps(schedule, bench.lengths),
             num_steps=bench.steps,
             rounds=bench.rounds,
             prompt_length=start,

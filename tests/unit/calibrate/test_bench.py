@@ -14,7 +14,7 @@ import torch
 
 from leanroll.calibrate import agreement, bench, speed
 from leanroll.calibrate.agreement import Agreement, check_decoding, greedy_regret
-from leanroll.calibrate.bench import check_work, integrate, largest_batch, measure_speed, prediction_device
+from leanroll.calibrate.bench import check_work, integrate, largest_batch, measure_speed, prediction_device, with_jumps
 from leanroll.calibrate.devices import Device
 from leanroll.calibrate.peers import run_transformers
 from leanroll.calibrate.peers.engines import SCRIPTS, ProcessPeer, TransformersPeer, run_job, vllm_variables
@@ -23,7 +23,7 @@ from leanroll.calibrate.speed_table import SpeedTable
 from leanroll.errors import BackendUnavailable, ConfigError, RolloutError
 from leanroll.models import Policy
 from leanroll.rollout.engine import RolloutEngine
-from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.rollout.schedule import UNLIMITED, BudgetSchedule
 from leanroll.types import SamplingParams
 from tests.tiny import tiny_model, tiny_policy, tiny_tokenizer
 
@@ -175,6 +175,16 @@ def test_work_that_makes_no_sense(policy: Policy, changed: dict[str, Any], messa
     work = {k: v for k, v in WORK.items() if k != "kernel"} | {"schedule": SCHEDULE, "prompt_length": 48} | changed
     with pytest.raises(ConfigError, match=message):
         check_work(policy, work.pop("schedule"), **work)
+
+
+def test_step_times_are_not_interpolated_across_the_end_of_a_schedule() -> None:
+    fitted = BudgetSchedule("to 2,040", page_size=8, bin_pages=128, pages=(29, 48, UNLIMITED))
+    assert with_jumps(fitted, [256, 1024, 4096]) == (256, 1024, 2040, 4096)
+    assert with_jumps(fitted, [256, 1024, 2040]) == (256, 1024, 2040)
+    assert with_jumps(fitted, [100, 200]) == (100, 200), "every page throughout"
+    assert with_jumps(fitted, [4000, 5000]) == (4000, 5000)
+    assert with_jumps(SCHEDULE, [16, 64, 4096]) == (16, 64, 4096)
+    assert with_jumps(SCHEDULE, [16]) == (16,)
 
 
 def test_memory(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
