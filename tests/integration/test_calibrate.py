@@ -199,7 +199,7 @@ def test_resuming_with_other_options_names_them(
 ) -> None:
     assert main(arguments(model, finished, "--texts", f"{texts}/*.txt", "--resume", "--calibrate.scorer", "mean")) == 2
     said = capfd.readouterr().err
-    assert "calibrate.scorer was 'softmax', is 'mean'" in said
+    assert "calibrate.scorer was 'peak4-int4', is 'mean'" in said
     assert "measure_speed" not in said, "it may change"
 
 
