@@ -19,6 +19,7 @@ import argparse
 import glob
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +32,9 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks._common import interleaved, print_result, progress
 from leanroll.calibrate.passes import PassRunner
-from leanroll.calibrate.probe import median_seconds
 from leanroll.calibrate.trajectories import Trajectory, from_texts
 from leanroll.config.sections import AdapterConfig, ModelConfig
+from leanroll.environment import last_level_cache_bytes
 from leanroll.errors import ConfigError
 from leanroll.kernels.dispatch import KernelBackend, get_backend
 from leanroll.kernels.layout import DecodeBatch, PagedLayer
@@ -48,7 +49,7 @@ SCORERS = [
     "mean:16", "softmax:16", "minmax:16", "sub4-int4:16", "keys-int4:16", "peak4-int4:16", "softmax:8", "sub4-int4:8",
     "peak4-int4:8", "softmax:32", "peak8-int4:32",
 ]  # fmt: skip
-LAYERS = 12  # of the timed pool: more than a cache holds
+LAYERS = 12  # of the timed pool at least; it takes up twice the last-level cache
 
 
 def schedule_of_share(
@@ -119,8 +120,10 @@ def share_at(
         middle = (low + high) // 2
         tails[shares[middle]] = tail_of(shares[middle])
         low, high = (middle, high) if tails[shares[middle]] < target else (low, middle)
-    if high == len(shares) or low < 0:
-        return (None if low >= 0 else shares[0]), tails
+    if high == len(shares):
+        return None, tails
+    if low < 0 or tails[shares[low]] < 0.0:  # nothing smaller, or no budgets there
+        return shares[high], tails
     ends = shares[low : high + 1]
     return float(np.interp(target, [tails[x] for x in ends], ends)), tails
 
@@ -157,7 +160,7 @@ class LayerTimes:
         k, v = random(*shape), random(*shape)
         kind = get_scorer(scorer)
         layers = []
-        for _ in range(LAYERS):
+        for _ in range(max(LAYERS, -(-2 * (last_level_cache_bytes() or 0) // (k.nbytes + v.nbytes)))):
             landmarks = kind.allocate(
                 pool, spec.num_kv_heads, spec.head_dim, page_size, self._dtype, torch.device("cpu")
             )
@@ -166,16 +169,20 @@ class LayerTimes:
         lengths = torch.full((self._batch,), self._num_tokens, dtype=torch.int32)
         table = torch.arange(pool, dtype=torch.int32).view(self._batch, num_pages)
         batch = DecodeBatch(table, lengths, torch.full_like(lengths, pages))
-        q = random(self._batch, spec.num_heads, spec.head_dim)
         new = random(2, self._batch, spec.num_kv_heads, spec.head_dim)
         scale = spec.head_dim**-0.5
 
-        def step(of: str | None) -> float:
-            def all_layers() -> None:
-                for layer in layers:
-                    self._backend.decode_layer(q, new[0], new[1], layer, batch, of and kind, scale)
+        def all_layers(of: str | None, q: Tensor) -> float:
+            start = time.perf_counter()
+            for layer in layers:
+                self._backend.decode_layer(q, new[0], new[1], layer, batch, of and kind, scale)
+            return (time.perf_counter() - start) / len(layers) * 1e6
 
-            return median_seconds(all_layers, 1) / LAYERS * 1e6
+        def step(of: str | None) -> float:
+            # Other queries, so that other pages are chosen than those that the first call has brought into the caches.
+            first, second = (random(self._batch, spec.num_heads, spec.head_dim) for _ in range(2))
+            all_layers(of, first)
+            return all_layers(of, second)
 
         times = interleaved({"dense": lambda: step(None), "sparse": lambda: step(scorer)}, self._repeats)
         dense, sparse = (statistics.median(times[name]) for name in ("dense", "sparse"))
@@ -223,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for kind, files in read_kinds(options.texts).items():
         length = options.max_tokens
-        if files[0].suffix == ".jsonl":
+        if all(file.suffix == ".jsonl" for file in files):
             files = [as_chat(files, policy.tokenizer, folder / f"{kind}.txt")]
         texts = from_texts(files, policy.tokenizer, max_tokens=length, min_tokens=length, per_file=1, seed=0)
         runner = PassRunner(policy, policy.spec, backend, folder, kv_dtype=policy.dtype)

@@ -31,7 +31,19 @@ PACKAGES = (
 SPIN_COUNT = 10_000
 """Rounds that a waiting thread of torch's OpenMP runtime spins for its next piece of work before it sleeps."""
 
-_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+    "sve",
+)
 
 
 def limit_spinning() -> None:

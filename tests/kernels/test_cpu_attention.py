@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 
 from leanroll.errors import BackendUnavailable, UserError
@@ -65,7 +65,8 @@ def test_every_scorer_on_a_large_batch(scorer: str, head_dim: int, dtype: torch.
 
 @pytest.mark.parametrize("scorer", ["peak4-int4", "peak8-int4"])
 @EXAMPLES
-@given(shapes())
+@example(shape=replace(LARGE, page_size=8, group=7))  # several chunks of rows
+@given(shape=shapes())
 def test_peaks_are_the_same_to_the_last_bit(scorer: str, shape: Shape) -> None:
     """On every instruction set and in plain torch, whatever order sums are taken in."""
     case = Case(replace(shape, scorer=scorer))

@@ -202,17 +202,19 @@ def check_work(
     require_memory(policy, schedule, batch=batch, context=lengths[-1], kv_dtype=kv_dtype)
 
 
-def with_jumps(schedule: BudgetSchedule, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths, and the last sparse one wherever a schedule goes over to reading every page between two of them, as it does
-    beyond what it was fitted for: a step's time jumps there, and would be interpolated across."""
+def with_jumps(schedule: BudgetSchedule, lengths: Sequence[int], num_steps: int) -> tuple[int, ...]:
+    """The lengths, and two more wherever a schedule goes over to reading every page between two of them, as it does beyond what it
+    was fitted for: the last sparse one, and the next whose `num_steps` timed steps all read everything. A step's time jumps
+    there, and would be interpolated across."""
     found: list[int] = []
     for before, after in itertools.pairwise(lengths):
         found.append(before)
         between = np.arange(before, after + 1)
         reads_all = -(-between // schedule.page_size) <= schedule.budgets(between)
         last_sparse = int(between[~reads_all].max(initial=0))
-        if reads_all[-1] and before < last_sparse < after:
-            found.append(last_sparse)
+        if reads_all[-1] and before <= last_sparse < after:
+            edges = (last_sparse, last_sparse + num_steps + 3)
+            found += [edge for edge in edges if before < edge < after]
     return (*found, *lengths[-1:])
 
 

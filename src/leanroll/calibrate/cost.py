@@ -63,8 +63,8 @@ class ScorerCost:
         packed = _QUANTISED.fullmatch(name)
         if packed is None:
             raise ConfigError(
-                f"the cost of page scorer {name!r} is unknown; expected mean, softmax, minmax, sub4-int4 and the like, or "
-                "oracle-mass. Pass scorer=ScorerCost.of(...) with its landmarks per page and their bytes."
+                f"the cost of page scorer {name!r} is unknown; expected mean, softmax, minmax, sub4-int4, peak4-int4 and the like, "
+                "or oracle-mass. Pass scorer=ScorerCost.of(...) with its landmarks per page and their bytes."
             )
         rows = int(packed["rows"]) if packed["rows"] else page_size
         bits = int(packed["bits"])

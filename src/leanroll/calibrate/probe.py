@@ -52,7 +52,7 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure_cpu(
-    shape: ModelShape, *, scorer: str = "softmax", page_size: int = 16, repeats: int = 7, name: str = "cpu"
+    shape: ModelShape, *, scorer: str = "peak4-int4", page_size: int = 8, repeats: int = 7, name: str = "cpu"
 ) -> Device:
     """Rates of this machine with torch's current threads, for products and attention of this shape; a few seconds.
 
@@ -81,9 +81,9 @@ def measure_cpu(
 
 
 def _measure_bandwidth(repeats: int) -> float:
-    buffer = torch.ones(_STREAM_BYTES // 4)
+    buffer = torch.ones(max(_STREAM_BYTES, 2 * (last_level_cache_bytes() or 0)) // 4)
     threads = torch.get_num_threads()
-    return _STREAM_BYTES / median_seconds(
+    return buffer.nbytes / median_seconds(
         lambda: native().read_sum(buffer.data_ptr(), buffer.numel(), threads), repeats
     )
 

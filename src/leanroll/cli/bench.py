@@ -134,7 +134,7 @@ def _measure(config: BenchConfig) -> tuple[SpeedTable, str]:
             policy,
             schedule,
             batch=batch,
-            lengths=with_jumps(schedule, bench.lengths),
+            lengths=with_jumps(schedule, bench.lengths, bench.steps),
             num_steps=bench.steps,
             rounds=bench.rounds,
             prompt_length=start,

@@ -179,12 +179,18 @@ def test_work_that_makes_no_sense(policy: Policy, changed: dict[str, Any], messa
 
 def test_step_times_are_not_interpolated_across_the_end_of_a_schedule() -> None:
     fitted = BudgetSchedule("to 2,040", page_size=8, bin_pages=128, pages=(29, 48, UNLIMITED))
-    assert with_jumps(fitted, [256, 1024, 4096]) == (256, 1024, 2040, 4096)
-    assert with_jumps(fitted, [256, 1024, 2040]) == (256, 1024, 2040)
-    assert with_jumps(fitted, [100, 200]) == (100, 200), "every page throughout"
-    assert with_jumps(fitted, [4000, 5000]) == (4000, 5000)
-    assert with_jumps(SCHEDULE, [16, 64, 4096]) == (16, 64, 4096)
-    assert with_jumps(SCHEDULE, [16]) == (16,)
+    lengths = with_jumps(fitted, [256, 1024, 4096], 8)
+    assert lengths == (256, 1024, 2040, 2051, 4096)
+    # Steps that take one second where they are sparse and nine where they read everything: 784 + 2,056 of them.
+    middles = [speed.typical_length(n, 8) for n in lengths]
+    seconds = [1.0 if n <= 2040 else 9.0 for n in middles]
+    assert integrate(middles, seconds, 1256, 4096) == pytest.approx(784 + 9 * 2056, rel=0.003)
+    assert with_jumps(fitted, [256, 1024, 2040], 8) == (256, 1024, 2040)
+    assert with_jumps(fitted, [1024, 2040, 2044], 8) == (1024, 2040, 2044), "too near to time another"
+    assert with_jumps(fitted, [100, 200], 8) == (100, 200), "every page throughout"
+    assert with_jumps(fitted, [4000, 5000], 8) == (4000, 5000)
+    assert with_jumps(SCHEDULE, [16, 64, 4096], 8) == (16, 64, 4096)
+    assert with_jumps(SCHEDULE, [16], 8) == (16,)
 
 
 def test_memory(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
