@@ -22,6 +22,12 @@ import llama_cpp as lib
 PREFILL_TOKENS = 512
 
 
+def has_amx() -> bool:
+    """Whether this machine multiplies with AMX tiles; False where Linux does not tell."""
+    info = Path("/proc/cpuinfo")
+    return info.is_file() and "amx_tile" in info.read_text(encoding="utf-8", errors="replace")
+
+
 class Decoder:
     """A model with one context of `num_seqs` sequences of up to `length` tokens."""
 
@@ -29,6 +35,8 @@ class Decoder:
         lib.llama_backend_init()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = 0
+        # llama-cpp-python 0.3.36 ends in a segmentation fault where it repacks Q4_1 weights for AMX tiles.
+        params.use_extra_bufts = self.repacks = not has_amx()
         self.model = lib.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             raise SystemExit(f"llama.cpp cannot load {path}; expected a GGUF file of a causal language model.")
@@ -91,7 +99,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
         "step_seconds": [b - a for a, b in pairwise(times)],
         "prefill_seconds": times[0] - began,
         "token_ids": generated,
-        "versions": {"llama_cpp": lib.__version__},
+        "versions": {"llama_cpp": lib.__version__, "weights": "repacked" if decoder.repacks else "as in the file"},
         "threads": job["threads"],
     }
 
