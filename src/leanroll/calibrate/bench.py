@@ -315,7 +315,10 @@ def _time_peer(
     prompts = text_prompts(policy.tokenizer, batch, length - num_steps - 2)
     job = _job(policy, prompts, num_steps + 2) | {"random_cache": True, "kv_gib": cache_gib}
     try:
-        run.measured.setdefault(length, []).extend(peer.decode(job)["step_seconds"][1:])
+        steps = run.measured.setdefault(length, [])
+        steps += peer.decode(job)["step_seconds"][1:]
+        if not steps:
+            raise BackendUnavailable(f"The peer {peer.name} returned no step times at {length} tokens.")
     except BackendUnavailable as error:
         del run.measured[length]
         run.error = str(error)

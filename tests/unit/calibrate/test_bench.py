@@ -118,6 +118,20 @@ def test_peers_do_the_same_work(table: SpeedTable, policy: Policy) -> None:
     assert (job["num_tokens"], job["random_cache"], job["dtype"]) == (6, True, "float32")
 
 
+def test_a_peer_without_step_times_keeps_its_error_and_spoils_nothing(policy: Policy) -> None:
+    class Hasty(OwnPeer):
+        def decode(self, job: Mapping[str, Any]) -> dict[str, Any]:
+            result = super().decode(job)
+            return result | {"step_seconds": result["step_seconds"][:1]} if "kv_gib" in job else result
+
+    table = measure_speed(policy, SCHEDULE, **WORK, peers=[Hasty(policy)], peer_steps=3, prompt_length=64, seed=1)
+    (run,) = table.peers
+    assert run.error is not None
+    assert "no step times at" in run.error
+    assert run.measured == {}
+    assert table.trajectory.speedup.median > 0
+
+
 def test_nothing_is_timed_when_something_is_wrong(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "decode_seconds", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(RolloutError, match="peer own decodes something else"):
