@@ -67,6 +67,7 @@ def test_bench(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         (["--lengths", "96", "48"], "must ascend"),
         (["--rollout.kv_memory_gib", "0.0001"], "kv_memory_gib is 0.0001"),
         (["--rollout.kv_memory_gib", "0.0001", "--batch", "0"], "one sequence of 96 tokens"),
+        (["--rollout.scheduel", "x"], "did you mean rollout.schedule"),
         (["--rollout.temperature", "0.5"], "rollout.temperature is set but has no effect"),
         (["--rollout.max_batch_size", "4"], "no effect"),
         (["--bench.peer_steps", "4"], "no effect, because peers is empty"),

@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Measure; returns the exit code. The last line on stdout is the result as JSON."""
+    config = load_config(BenchConfig, arguments.recipe, [*overrides, *_shorthands(arguments)])
     inert = [key for key, text in overrides if key not in USED and not key.startswith("bench.") and text != "null"]
     if inert:
         raise ConfigError(f"{inert[0]} is set but has no effect on decode times; leave it out.")
-    config = load_config(BenchConfig, arguments.recipe, [*overrides, *_shorthands(arguments)])
     output = check_output(arguments.output) if arguments.output is not None else None
     plot = check_output(arguments.plot, "--plot") if arguments.plot is not None else None
     if plot is not None and plot.suffix.lower() != ".png":

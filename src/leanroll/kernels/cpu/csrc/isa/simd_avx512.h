@@ -47,16 +47,20 @@ inline F reduce_rows(const F* r) {
                          _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
   return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
-// Lane i of sums = sum of the i-th four of the 64 values in v.
-inline F quad_sums(const F* v) {
+// Lane i = the i-th four of the 64 values in v, brought together by a commutative operation.
+template <class Join>
+inline F join_quads(const F* v, Join&& join) {
   F a[2];
-  for (int i = 0; i < 2; ++i)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 2; ++i) a[i] = join(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
   const __m512d x = _mm512_castps_pd(a[0]), y = _mm512_castps_pd(a[1]);
-  const F sums = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  const F joined = join(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
   // The four of register i, group g, are in lane 4g + i.
-  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), joined);
 }
+inline F quad_sums(const F* v) {
+  return join_quads(v, [](F x, F y) { return _mm512_add_ps(x, y); });
+}
+inline F quad_maxima(const F* v) { return join_quads(v, vmax); }
 inline F load_wide(const float* p) { return load(p); }
 inline F load_wide(const bf16* p) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -156,15 +160,6 @@ inline F row_sums(const C* v) {
   const C sums = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
   // Each 128 bits hold two rows of the first pair of quads and two of the second.
   return _mm512_cvtepi32_ps(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15), sums));
-}
-// Lane i = largest of the i-th four of the 64 values in v.
-inline F quad_maxima(const F* v) {
-  F a[2];
-  for (int i = 0; i < 2; ++i)
-    a[i] = _mm512_max_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  const __m512d x = _mm512_castps_pd(a[0]), y = _mm512_castps_pd(a[1]);
-  const F m = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), m);
 }
 inline F dot_pairs(F acc, P x, P y) { return _mm512_dpbf16_ps(acc, x, y); }
 
