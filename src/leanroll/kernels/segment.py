@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leanroll.kernels.products import is_emulated
+
 QUERY_BLOCK = 512
 """Queries per block where an explicit mask is needed; bounds the mask to QUERY_BLOCK x Tk."""
 MAX_SHORT_KEYS = 1280
@@ -44,6 +46,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
     windowed = 0 < window < num_keys
     if softcap == 0.0 and not windowed and num_queries > 1 and _is_short(q, k, v):
         return _ShortAttention.apply(q, k, v, scale)
+    if is_emulated(q):
+        return segment_attention(q.float(), k.float(), v.float(), scale, softcap, window).to(q.dtype)
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

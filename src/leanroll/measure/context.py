@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from leanroll.errors import UserError
+from leanroll.kernels.products import is_emulated
 from leanroll.kernels.segment import segment_attention
 from leanroll.measure.packing import PackedBatch, PackedGroup, Segment
 from leanroll.measure.selection import PageIndex, SparsePlan, page_mask
@@ -141,6 +142,8 @@ def _attend_pages(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, first: int, page_size: int, call: AttentionCall
 ) -> Tensor:
     """Queries [1, Hq, m, D] at positions first, first + 1, … over the tokens of their pages, bool [Hk, m, N]."""
+    if is_emulated(q):
+        return _attend_pages(q.float(), k.float(), v.float(), pages, first, page_size, call).to(q.dtype)
     groups = q.shape[1] // k.shape[1]
     num_keys = k.shape[2]
     position = torch.arange(first, first + q.shape[2], device=q.device)[:, None]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanroll.errors import ConfigError, UserError
+from leanroll.kernels.products import product
 from leanroll.measure.streaming import Head, HeadGradients, TemperedHead, chunks, default_chunk_rows, wide
 
 
@@ -172,8 +173,8 @@ def _jacobian(head: TemperedHead, p: Tensor, targets: Tensor, tempered: Tensor) 
     weight = head.head.weight
     if head.head.softcap:
         dz = _product_grad(head, p, targets, tempered, torch.ones_like(p[:, 0]))
-        return dz.to(weight.dtype) @ weight
-    return (weight[targets] - p.to(weight.dtype) @ weight).mul_(head.slope)
+        return product(dz, weight)
+    return (weight[targets] - product(p, weight)).mul_(head.slope)
 
 
 def _product_grad(head: TemperedHead, p: Tensor, targets: Tensor, tempered: Tensor, grad: Tensor) -> Tensor:

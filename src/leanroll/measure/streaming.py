@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanroll.kernels.cpu import has_tiles, wide_products
+from leanroll.kernels.products import product
 
 CHUNK_BYTES = 100 * 2**20
 """Float32 logits of one chunk: 530 rows at a vocabulary of 49,152."""
@@ -128,11 +129,10 @@ class HeadGradients:
         hidden, weight, _ = self._inputs
         if self._bias is not None:
             self._bias += dz.sum(dim=0)
-        dz = dz.to(weight.dtype)
         if self._hidden is not None:
-            self._hidden[rows] = (dz @ weight).to(hidden.dtype)
+            self._hidden[rows] = product(dz, weight).to(hidden.dtype)
         if self._weight is not None:
-            self._weight += dz.T @ hidden[rows].to(weight.dtype)
+            self._weight += product(dz.T, hidden[rows].to(weight.dtype))
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the dtypes of hidden, weight and bias; None where not needed."""
@@ -214,7 +214,7 @@ class _RowValues(torch.autograd.Function):
                 x = scratch.logits("logits", tempered, hidden[rows])
                 values[rows], dx = function(x, rows, scratch, first=True, with_grad=jacobian is not None)
                 if jacobian is not None and dx is not None:
-                    jacobian[rows] = (tempered.product_grad(dx, x).to(weight.dtype) @ weight).to(hidden.dtype)
+                    jacobian[rows] = product(tempered.product_grad(dx, x), weight).to(hidden.dtype)
         ctx.has_jacobian = jacobian is not None
         if jacobian is not None:
             ctx.save_for_backward(jacobian)

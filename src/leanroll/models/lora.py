@@ -3,8 +3,9 @@
 peft widens the input of every adapted layer to the adapter's dtype and keeps that copy for the backward: with fp32 adapters on
 a bf16 model, about half of an update's activations and of its time. Here the input is kept once, in its own dtype, shared by the
 layers that read it. On a bf16 model the adapter's weights are fp32, its products bf16, as under autocast: sums are fp32 inside a
-product, and what the base product rounds to bf16 anyway is rounded once, adapter included. In other dtypes the rounding is
-peft's: the base product to the input's dtype, the adapter in its own, their sum back to the input's.
+product, and what the base product rounds to bf16 anyway is rounded once, adapter included. In other dtypes, and on a CPU where
+products of bf16 are slow (`kernels.products`), the rounding is peft's: the base product to the input's dtype, the adapter in its
+own, their sum back to the input's.
 
 Legend: T rows, K input width, N output width, r rank.
 """
@@ -21,7 +22,8 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
+
+from leanroll.kernels.products import is_emulated, linear, product
 
 # Relative RMS between peft's result and ours on random input. Only the adapter's sum is added in another order.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -90,9 +92,9 @@ def _plain_adapter(layer: LoraLinear, x: Tensor) -> str | None:
     return name if plain else None
 
 
-def _product_dtype(x: torch.dtype, adapter: torch.dtype) -> torch.dtype:
+def _product_dtype(x: Tensor, adapter: torch.dtype) -> torch.dtype:
     """float16 has too small a range for gradients that nobody scales."""
-    return x if x is torch.bfloat16 else adapter
+    return x.dtype if x.dtype is torch.bfloat16 and not is_emulated(x) else adapter
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -103,9 +105,9 @@ class _LoraProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         """x [..., K], weight [N, K], a [r, K] and b [N, r] in float32 or wider → [..., N] in x's dtype."""
-        rows, inner = x.reshape(-1, x.shape[-1]), _product_dtype(x.dtype, a.dtype)
+        rows, inner = x.reshape(-1, x.shape[-1]), _product_dtype(x, a.dtype)
         low = rows.to(inner) @ a.to(inner).T
-        out = F.linear(rows, weight, bias).to(inner).addmm_(low, b.to(inner).T, alpha=scaling).to(x.dtype)
+        out = linear(rows, weight, bias).to(inner).addmm_(low, b.to(inner).T, alpha=scaling).to(x.dtype)
         # `low` is r numbers per row, the input none beyond what autograd keeps anyway: it is the very tensor.
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scaling = scaling
@@ -126,7 +128,7 @@ class _LoraProduct(torch.autograd.Function):
             if need_a:
                 grad_a = (grad_low.T @ x.reshape(-1, x.shape[-1]).to(inner)).to(a.dtype)
             if need_x:
-                grad_x = (grad @ weight).to(inner).addmm_(grad_low, a.to(inner)).to(x.dtype).view(x.shape)
+                grad_x = product(grad, weight).to(inner).addmm_(grad_low, a.to(inner)).to(x.dtype).view(x.shape)
         return grad_x, None, None, grad_a, grad_b, None
 
 

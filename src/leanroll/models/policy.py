@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from leanroll.errors import ModelError
 from leanroll.models.attention import AttentionContext, install_attention, reject_padding
 from leanroll.models.head import LmHead, read_head
+from leanroll.models.linear import install_linear
 from leanroll.models.lora import install_lora
 from leanroll.models.spec import ModelSpec, read_spec, stop_token_ids
 from leanroll.models.verify import verify_model
@@ -68,6 +69,7 @@ class Policy:
         _remove_dropout(model)
         model.eval()
         install_attention(model)
+        install_linear(model)
         self.name = name
         self.tokenizer = tokenizer
         self.decoder: nn.Module = model.get_decoder()

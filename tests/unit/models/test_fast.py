@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from leanroll.errors import BackendUnavailable, ModelError
 from leanroll.kernels.cpu.native import native
-from leanroll.models import CausalContext, Policy, lora
+from leanroll.models import CausalContext, Policy, linear, lora
 from leanroll.models.fast import FastGroup, FastMlp, FastNorm, fast_decode
 from tests.tiny import FAMILIES, tiny_policy
 
@@ -22,6 +22,8 @@ except BackendUnavailable as error:
 
 NORMS = {"llama": 9, "qwen2": 9, "qwen3": 17, "gemma2": 17, "gemma3": 25}
 """Norms of four layers: two per layer, two more of q and k (Qwen3, Gemma3), two more around blocks (Gemma), one final."""
+
+_ALWAYS = (lora._forward, linear._forward)
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,9 @@ def step(policy: Policy, batch: int = 5, length: int = 1) -> Tensor:
 
 
 def forwards(policy: Policy) -> dict[str, object]:
-    """Replaced forward methods. The training forward of LoRA layers, a method of the layer itself, is always there."""
+    """Replaced forward methods, but for those that always are: LoRA's training forward, and linear's where the CPU needs one."""
     own = {name: m.__dict__["forward"] for name, m in policy.model.named_modules() if "forward" in m.__dict__}
-    return {name: forward for name, forward in own.items() if getattr(forward, "__func__", None) is not lora._forward}
+    return {name: forward for name, forward in own.items() if getattr(forward, "__func__", None) not in _ALWAYS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
