@@ -47,5 +47,13 @@ class RunDirInUse(UserError):
     """Another process writes to the run directory."""
 
 
+class TeacherError(LeanrollError):
+    """A student cannot learn from this teacher: it is not better, or the two do not fit together."""
+
+
+class OutOfMemory(LeanrollError):
+    """A step does not fit in memory, however small its micro-batches."""
+
+
 class TrainingDiverged(LeanrollError):
     """A loss or gradient is not finite; the diagnosis is in the run directory."""

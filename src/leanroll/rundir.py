@@ -7,6 +7,7 @@ runs/quickstart-20260102-030405/
   metrics.jsonl           one flat record per step (names and units: leanroll.rundir_metrics)
   rollouts/step-000012.jsonl    completions of that step
   eval/step-000012.json         held-out evaluation
+  eval/teacher.json             the same of the teacher, before a distillation
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
   report.html             the page of `leanroll report`
@@ -37,6 +38,8 @@ REPORT = "report.html"
 CALIBRATION = "calibration.json"
 """Summary that makes a folder one of `leanroll calibrate`."""
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
+
+TEACHER_EVAL = "teacher.json"
 
 _FOLDERS = (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS)
 _UNFINISHED = re.compile(rf"^\.({CONFIG}|{ENVIRONMENT})\..*\.tmp$")
@@ -174,6 +177,12 @@ class RunDir:
     def write_eval(self, step: int, result: Mapping[str, Any]) -> Path:
         """Write an evaluation's result, atomically."""
         path = self.eval_path(step)
+        write_json(path, result)
+        return path
+
+    def write_teacher_eval(self, result: Mapping[str, Any]) -> Path:
+        """Write the teacher's evaluation, atomically."""
+        path = self.path / EVAL / TEACHER_EVAL
         write_json(path, result)
         return path
 

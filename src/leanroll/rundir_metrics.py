@@ -90,6 +90,24 @@ SCHEMA: dict[str, Metric] = {
     "mismatch/pos_<start>/ratio_p50": Metric("1", "Median of r, positions from <start>."),
     "mismatch/pos_<start>/ratio_p95": Metric("1", "95th percentile of r, positions from <start>."),
     "mismatch/pos_<start>/tokens": Metric("tokens", "Trained tokens at positions from <start>, counted once."),
+    # distillation: p student, q teacher, at distill.kl_temperature, over all generated tokens (in the loss or not)
+    "distill/num_tokens": Metric("tokens", "Tokens generated per completion at most in the step."),
+    "distill/reverse_kl": Metric("nats", "Mean KL(p ‖ q) over the full vocabulary per token."),
+    "distill/forward_kl": Metric("nats", "Mean KL(q ‖ p) over the full vocabulary per token."),
+    "distill/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token of a completion."),
+    "distill/student_entropy": Metric("nats", "Mean entropy of p per token."),
+    "distill/teacher_entropy": Metric("nats", "Mean entropy of q per token, on the student's tokens."),
+    "distill/student_top1": Metric("1", "Mean probability of the student's likeliest token."),
+    "distill/teacher_top1_share": Metric("share", "Tokens at which both sides have the same likeliest token."),
+    "distill/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks."),
+    "distill/teacher_dropped": Metric("1", "Mean probability of the teacher on ids that the student lacks."),
+    "distill/pos_<start>/reverse_kl": Metric(
+        "nats", "Mean KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
+    ),
+    "distill/pos_<start>/tokens": Metric("tokens", "Generated tokens at positions from <start>."),
+    "preflight/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token over the preflight's prompts."),
+    "preflight/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks, there."),
+    "preflight/teacher_dropped": Metric("1", "Mean probability of the teacher on ids that the student lacks, there."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),
@@ -114,11 +132,16 @@ SCHEMA: dict[str, Metric] = {
     "eval/missing": Metric(
         "count", "Held-out completions without a reward: failed rollouts, and reward errors under `drop`."
     ),
+    "eval/teacher/mean": Metric("reward", "Held-out mean total reward of the teacher, before training."),
+    "eval/teacher/margin": Metric("reward", "Mean difference of teacher and student on the same held-out prompts."),
+    "eval/teacher/margin_low_95": Metric("reward", "Lower end of the margin's paired 95 % bootstrap interval."),
+    "eval/teacher/margin_high_95": Metric("reward", "Upper end of the margin's paired 95 % bootstrap interval."),
     # cost
     "tokens_per_second": Metric("tokens/s", "Generated tokens per second of rollout."),
     "time/<phase>_s": Metric(
         "s",
-        "Wall time of a phase: load, rollout, reward, score, update, measure, eval, checkpoint (the last step's); step: their sum.",
+        "Wall time of a phase: load, preflight, rollout, reward, teacher, score, update, measure, eval, checkpoint (the last "
+        "step's); step: their sum.",
     ),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of the main process so far."),
     "memory/peak_device_gib": Metric("GiB", "Largest memory allocated on the accelerator so far."),

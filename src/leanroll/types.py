@@ -49,6 +49,8 @@ class SamplingParams:
     seed: draws are keyed by (seed, step, prompt index, sample index, position).
     num_top_logprobs: 0 means none; otherwise ids and log-probs of the k likeliest tokens per position.
     record_pages: keep the page ids that each token's attention read (for re-scoring).
+    forbidden_token_ids: never drawn; log-probs are those of the rest, renormalised. (Not recorded as a support: the rest is nearly
+        everything.)
     ignore_stop: never stop before max_completion_length (benchmarks).
     """
 
@@ -63,6 +65,7 @@ class SamplingParams:
     num_top_logprobs: int = 0
     record_pages: bool = False
     ignore_stop: bool = False
+    forbidden_token_ids: tuple[int, ...] = ()
 
     @property
     def truncates(self) -> bool:

@@ -17,7 +17,7 @@ from leanroll.losses import policy as policy_loss_module
 from leanroll.measure.logprobs import score
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
-from leanroll.train import rl, update
+from leanroll.train import checkpoint, rl, trainer, update
 from leanroll.types import Rollout
 from tests import rewards
 from tests.recipe import poison_loss, reward, save_tiny_model, tiny_recipe
@@ -364,15 +364,15 @@ def test_restore_keeps_generator_states_off_the_device(tmp_path: Path) -> None:
     """torch restores them from the CPU only, wherever the model is."""
 
     def write(folder: Path) -> None:
-        state = {"optimizer": {}, "random": rl.ckpt.random_state(), "num_updates": 1, "policy_version": 1}
+        state = {"optimizer": {}, "random": checkpoint.random_state(), "num_updates": 1, "policy_version": 1}
         torch.save(state, folder / "trainer.pt")
 
-    store = rl.ckpt.Checkpoints(tmp_path, keep=0)
+    store = checkpoint.Checkpoints(tmp_path, keep=0)
     store.save(1, write, {})
     saved = torch.get_rng_state()
     torch.rand(3)
-    trainer = mock.Mock(policy=mock.Mock(device=torch.device("meta")))  # stands in for a GPU
-    assert rl.Trainer._restore(trainer, store) == 1
+    stand_in = mock.Mock(policy=mock.Mock(device=torch.device("meta")))  # for a GPU
+    assert rl.RLTrainer._restore(stand_in, store) == 1
     assert torch.equal(torch.get_rng_state(), saved)
 
 
@@ -420,7 +420,7 @@ def test_what_cannot_run_leaves_no_run_directory(
 
 
 def test_a_tracker_that_is_not_installed_raises(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl, "get_available_trackers", lambda: ["wandb"])
+    monkeypatch.setattr(trainer, "get_available_trackers", lambda: ["wandb"])
     with pytest.raises(ConfigError, match="names tensorboard, which is not installed"):
         rl.run(tiny_recipe(model, tmp_path / "run", train__trackers=["wandb", "tensorboard"]), quiet=True)
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from leanroll.cli.main import main
-from leanroll.cli.rl import EXIT_INTERRUPTED
+from leanroll.cli.training import EXIT_INTERRUPTED
 from leanroll.config import to_toml
 from leanroll.train import rl
 from tests.recipe import poison_loss, save_tiny_model, tiny_recipe
@@ -38,15 +38,15 @@ def steps_shown(page: Path) -> int:
 def test_after_ctrl_c_and_after_resuming(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    collect = rl.Trainer.collect
+    collect = rl.RLTrainer.collect
 
-    def pressing_ctrl_c(trainer: rl.Trainer, step: int) -> Any:
+    def pressing_ctrl_c(trainer: rl.RLTrainer, step: int) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return collect(trainer, step)
 
     page = tmp_path / "run" / "report.html"
     with monkeypatch.context() as patch:
-        patch.setattr(rl.Trainer, "collect", pressing_ctrl_c)
+        patch.setattr(rl.RLTrainer, "collect", pressing_ctrl_c)
         assert main(["rl", str(recipe)]) == EXIT_INTERRUPTED
     assert steps_shown(page) == 1
     assert main(["rl", str(tmp_path / "run"), "--resume"]) == 0

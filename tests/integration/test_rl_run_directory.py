@@ -63,7 +63,7 @@ def test_one_process_trains_in_a_run_directory(
     run = tmp_path / "run"
     refused = 0
 
-    def evaluate(trainer: rl.Trainer, step: int) -> dict[str, float]:
+    def evaluate(trainer: rl.RLTrainer, step: int) -> dict[str, float]:
         nonlocal refused
         before = RunDir.open(run).config_path.read_text()
         with pytest.raises(RunDirInUse, match=rf"'{run}' is in use by process \d+ on"):
@@ -74,7 +74,7 @@ def test_one_process_trains_in_a_run_directory(
         refused += 1
         return {}
 
-    monkeypatch.setattr(rl.Trainer, "evaluate", evaluate)
+    monkeypatch.setattr(rl.RLTrainer, "evaluate", evaluate)
     rl.run(tiny_recipe(model, run, train__steps=1), quiet=True)
     assert refused == 2, "before the first and after the last step"
     rl.run(tiny_recipe(model, run, train__steps=2), resume=True, quiet=True)

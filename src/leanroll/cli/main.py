@@ -13,9 +13,9 @@ from types import ModuleType
 from rich.console import Console
 
 from leanroll import __version__
-from leanroll.cli import bench, calibrate, doctor, evaluate, report, rl, rollout
+from leanroll.cli import bench, calibrate, distill, doctor, evaluate, report, rl, rollout
 from leanroll.cli.help import options_text, wants_help
-from leanroll.cli.rl import EXIT_INTERRUPTED
+from leanroll.cli.training import EXIT_INTERRUPTED
 from leanroll.config import split_overrides
 from leanroll.environment import limit_spinning
 from leanroll.errors import LeanrollError, UserError
@@ -23,6 +23,7 @@ from leanroll.errors import LeanrollError, UserError
 # The modules of the verbs import torch only when they run, so that --help and errors in options are quick.
 VERBS: dict[str, ModuleType] = {
     "rl": rl,
+    "distill": distill,
     "rollout": rollout,
     "eval": evaluate,
     "calibrate": calibrate,

@@ -7,15 +7,18 @@ config.rollout.max_completion_length
 from leanroll.config.base import Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
+from leanroll.config.distillation import DistillationConfig, TeacherConfig
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
 from leanroll.config.recipes import (
     BenchConfig,
     CalibrateConfig,
+    DistillConfig,
     DoctorConfig,
     EvaluateConfig,
     GenerateConfig,
     Recipe,
     RLConfig,
+    TrainingRecipe,
     inert_options,
 )
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
@@ -30,6 +33,8 @@ __all__ = [
     "BenchmarkConfig",
     "CalibrateConfig",
     "CalibrationConfig",
+    "DistillConfig",
+    "DistillationConfig",
     "DoctorConfig",
     "EvalConfig",
     "EvaluateConfig",
@@ -44,7 +49,9 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "TaskConfig",
+    "TeacherConfig",
     "TrainConfig",
+    "TrainingRecipe",
     "changed_options",
     "inert_options",
     "iter_fields",

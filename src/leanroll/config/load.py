@@ -15,16 +15,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from leanroll.config.recipes import RecipeT, RLConfig
+from leanroll.config.recipes import DistillConfig, RecipeT, RLConfig
 from leanroll.config.schema import field_at, nearest_key, section_of
 from leanroll.errors import ConfigError
 
 PATH_OPTIONS = (
-    "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "bench.gguf",
+    "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "teacher.adapter", "bench.gguf",
 )  # fmt: skip
 """Options that are always paths."""
 
-PATH_OR_NAME_OPTIONS = ("model.name", "rollout.schedule", "calibrate.warm_start")
+PATH_OR_NAME_OPTIONS = ("model.name", "teacher.model", "rollout.schedule", "calibrate.warm_start")
 """Options that are a path when such a file or folder exists there, else a name."""
 
 
@@ -33,8 +33,7 @@ def load_config(
 ) -> RecipeT:
     """Read a recipe.
 
-    schema: RLConfig, GenerateConfig or EvaluateConfig. The latter two also accept training recipes: tables that only
-        training uses are left aside.
+    schema: of the verb. Those that do not train also accept training recipes: tables that only training uses are left aside.
     path: TOML file. None: defaults and overrides only.
     overrides: (dotted key, value text) pairs, as `split_overrides` returns them.
 
@@ -47,12 +46,9 @@ def load_config(
         file = Path(path)
         where = str(path)
         data = read_toml(file)
-        if schema is not RLConfig:
-            data = {
-                key: value
-                for key, value in data.items()
-                if key in schema.model_fields or key not in RLConfig.model_fields
-            }
+        if schema not in (RLConfig, DistillConfig):
+            training = RLConfig.model_fields.keys() | DistillConfig.model_fields.keys()
+            data = {key: value for key, value in data.items() if key in schema.model_fields or key not in training}
         resolve_paths(data, file.resolve().parent)
     for key, text in overrides:
         apply_override(schema, data, key, text)

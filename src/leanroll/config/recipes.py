@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
+from leanroll.config.distillation import DistillationConfig, TeacherConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -66,22 +67,57 @@ class RLConfig(Section):
                 f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "
                 f"{rollout.max_completion_length}; even an empty completion would be penalised"
             )
-        if optimizer.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps = {self.train.steps}; the peak "
-                "learning rate would never be reached"
-            )
-        # A completion's last token is predicted, not fed: with a prompt of one token, as many inputs as completion tokens.
-        if rollout.max_completion_length > self.train.micro_batch_tokens:
-            raise ValueError(
-                f"train.micro_batch_tokens is {self.train.micro_batch_tokens}, but a completion can have "
-                f"rollout.max_completion_length = {rollout.max_completion_length} tokens, and its prompt comes on top; a "
-                "micro-batch must hold one sequence"
-            )
+        _check_training(optimizer, self.train, rollout.max_completion_length, "rollout.max_completion_length")
         if rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
                 "eval.temperature = 0 for greedy evaluation"
+            )
+        reject_inert(self)
+        return self
+
+
+class DistillConfig(Section):
+    """Everything `leanroll distill` needs. rollout.max_completion_length bounds full rollouts and held-out completions; training
+    rollouts stop at distill.num_tokens."""
+
+    name: str = Field(
+        "distill", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; starts its folder's name."
+    )
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    distill: DistillationConfig = DistillationConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DistillConfig:
+        distill, rollout, teacher = self.distill, self.rollout, self.teacher
+        full = rollout.max_completion_length
+        for name in () if distill.full_rollouts else ("num_tokens", "final_num_tokens"):
+            tokens = getattr(distill, name)
+            if tokens is not None and tokens > full:
+                raise ValueError(
+                    f"distill.{name} is {tokens}, more than rollout.max_completion_length = {full}, the length of a full rollout; "
+                    "lower the former or raise the latter"
+                )
+        if rollout.temperature == 0 and distill.num_generations > 1:
+            raise ValueError(
+                f"rollout.temperature is 0 (greedy) and distill.num_generations is {distill.num_generations}; greedy completions "
+                "are all equal. Raise the temperature, or sample one"
+            )
+        longest = full if distill.full_rollouts else max(distill.num_tokens, distill.final_num_tokens or 0)
+        limit = "rollout.max_completion_length" if distill.full_rollouts else "distill.num_tokens"
+        _check_training(self.optimizer, self.train, longest, limit)
+        plain = teacher.is_student and not teacher.privileged and teacher.system_prompt is None
+        if plain and self.adapter.path is None:
+            raise ValueError(
+                "the teacher is the student as it starts; nothing would be learned. Set teacher.model, teacher.adapter, "
+                "teacher.privileged or teacher.system_prompt"
             )
         reject_inert(self)
         return self
@@ -174,13 +210,32 @@ class DoctorConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
 
 
-Recipe = RLConfig | GenerateConfig | EvaluateConfig | CalibrateConfig | BenchConfig | DoctorConfig
-RecipeT = TypeVar("RecipeT", RLConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, BenchConfig, DoctorConfig)
+TrainingRecipe = RLConfig | DistillConfig
+Recipe = TrainingRecipe | GenerateConfig | EvaluateConfig | CalibrateConfig | BenchConfig | DoctorConfig
+RecipeT = TypeVar(
+    "RecipeT", RLConfig, DistillConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, BenchConfig, DoctorConfig
+)
+
+
+def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:
+    """longest: completion tokens, bounded by the option `limit`."""
+    if optimizer.warmup_steps > train.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps = {train.steps}; the peak "
+            "learning rate would never be reached"
+        )
+    # A completion's last token is predicted, not fed: with a prompt of one token, as many inputs as completion tokens.
+    if longest > train.micro_batch_tokens:
+        raise ValueError(
+            f"train.micro_batch_tokens is {train.micro_batch_tokens}, but a completion can have {limit} = {longest} tokens, and "
+            "its prompt comes on top; a micro-batch must hold one sequence"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class InertRule:
-    """Options that do nothing while `applies` holds: setting one is an error, and resolved files leave it out."""
+    """Options that do nothing while `applies` holds: setting one is an error, and resolved files leave it out. A rule counts for
+    recipes that have the tables of its options."""
 
     options: tuple[str, ...]
     applies: Callable[[Any], bool]
@@ -226,6 +281,18 @@ INERT_RULES = (
         "eval.num_prompts is 0 (no evaluation)",
     ),
     InertRule(
+        ("distill.num_tokens", "distill.final_num_tokens"),
+        lambda c: c.distill.full_rollouts,
+        "distill.full_rollouts is true",
+    ),
+    InertRule(
+        ("teacher.evaluate", "teacher.min_margin"),
+        lambda c: c.eval.num_prompts == 0,
+        "eval.num_prompts is 0 (no evaluation)",
+    ),
+    InertRule(("teacher.min_margin",), lambda c: not c.teacher.evaluate, "teacher.evaluate is false"),
+    InertRule(("teacher.offload",), lambda c: c.teacher.is_student, "the teacher is the student's own base"),
+    InertRule(
         ("rollout.scorer",),
         lambda c: c.rollout.schedule == "dense",
         _SCORELESS,
@@ -239,16 +306,17 @@ def _reject_scorer(config: GenerateConfig | EvaluateConfig) -> None:
         raise ValueError(f"rollout.scorer is set but has no effect, because {_SCORELESS}; remove it or change that")
 
 
-def inert_options(config: RLConfig) -> dict[str, str]:
+def inert_options(config: TrainingRecipe) -> dict[str, str]:
     """Options of a training recipe that have no effect there: dotted key → reason."""
     found: dict[str, str] = {}
     for rule in INERT_RULES:
-        if rule.applies(config):
+        known = all(option.partition(".")[0] in type(config).model_fields for option in rule.options)
+        if known and rule.applies(config):
             found.update({option: rule.because for option in rule.options})
     return found
 
 
-def reject_inert(config: RLConfig) -> None:
+def reject_inert(config: TrainingRecipe) -> None:
     """Raise ValueError when an option was set explicitly that has no effect."""
     for option, because in inert_options(config).items():
         section, _, field = option.partition(".")

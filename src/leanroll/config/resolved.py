@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leanroll.config.load import read_toml, validate
-from leanroll.config.recipes import Recipe, RecipeT, RLConfig, inert_options
+from leanroll.config.recipes import DistillConfig, Recipe, RecipeT, RLConfig, TrainingRecipe, inert_options
 
 FREE_ON_RESUME = frozenset(
     {
@@ -34,7 +34,7 @@ _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 def to_dict(config: Recipe) -> dict[str, Any]:
     """Every option with its value, as JSON-ready nested tables; None and options without effect are left out."""
     data = config.model_dump(mode="json", exclude_none=True)
-    if isinstance(config, RLConfig):
+    if isinstance(config, RLConfig | DistillConfig):
         for option in inert_options(config):
             section, _, field = option.partition(".")
             data[section].pop(field, None)
@@ -61,7 +61,7 @@ def changed_options(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def resume_conflicts(old: RLConfig, new: RLConfig, steps_done: int) -> dict[str, tuple[Any, Any]]:
+def resume_conflicts(old: TrainingRecipe, new: TrainingRecipe, steps_done: int) -> dict[str, tuple[Any, Any]]:
     """The changed options that would make a resumed run differ from an uninterrupted one → (old, new).
 
     The number of steps and the schedule of the learning rate may change as long as the steps done so far had the same rates: more

@@ -60,6 +60,9 @@ def draw(logits: Tensor, uniforms: Tensor, params: SamplingParams, backend: Kern
             f"The logits of {int(bad.sum())} of {len(logits)} sequences hold NaN or +inf, or nothing but -inf; the weights "
             "are broken (a diverged update, a damaged file, or a model that overflows in this dtype)."
         )
+    if params.forbidden_token_ids:
+        logits = logits.clone()
+        logits[:, list(params.forbidden_token_ids)] = -torch.inf
     if params.temperature == 0.0:
         token_ids = logits.argmax(dim=-1)
         return Draw(token_ids, torch.zeros_like(logits[:, 0]), _one_hot(token_ids, logits.shape[-1]))
@@ -115,6 +118,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         (
             0 <= params.num_top_logprobs <= vocab_size,
             f"num_top_logprobs is {params.num_top_logprobs}; expected 0 to {vocab_size}",
+        ),
+        (
+            all(0 <= token < vocab_size for token in params.forbidden_token_ids)
+            and len(set(params.forbidden_token_ids)) < vocab_size,
+            f"forbidden_token_ids must be ids from 0 to {vocab_size - 1} and leave one to draw",
         ),
         ("" not in params.stop_strings, "stop_strings holds an empty string; remove it"),
     ]

@@ -36,11 +36,14 @@ class TaskItem:
     index: position in its split; train and eval count separately.
     messages: chat messages, each {"role": ..., "content": ...}, the last one from the user.
     columns: what the reward functions get (answer, constraint kind, ...); plain picklable values.
+    privileged: what a privileged teacher is told besides, behind the last message (hints, a worked solution); the student never
+        sees it. Empty: nothing.
     """
 
     index: int
     messages: tuple[dict[str, str], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    privileged: str = ""
 
     @property
     def prompt(self) -> str:

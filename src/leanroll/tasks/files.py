@@ -1,7 +1,8 @@
 """Tasks from files: JSON lines or parquet, one prompt per row. Read into memory once.
 
 A row has `prompt` (text) or `messages` (list of {"role", "content"}, the last from the user), and `answer` unless the
-scoring is `none`. Every other column is passed to the reward functions under its own name.
+scoring is `none`. `privileged` (text) is what only a privileged teacher is told. Every other column is passed to the reward
+functions under its own name.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ _Row = dict[str, Any]  # "messages" (tuple of dicts) and the columns
 
 
 def _item(index: int, row: _Row) -> TaskItem:
-    return TaskItem(index, row["messages"], {name: value for name, value in row.items() if name != "messages"})
+    columns = {name: value for name, value in row.items() if name not in ("messages", "privileged")}
+    return TaskItem(index, row["messages"], columns, str(row.get("privileged") or ""))
 
 
 def _key(row: _Row) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from leanroll.config import RLConfig
 from leanroll.errors import ConfigError, RolloutError
 from leanroll.losses.policy import advantages, most_varied
-from leanroll.rollout.engine import RolloutEngine, RolloutProgress
+from leanroll.rollout.engine import RolloutEngine
 from leanroll.tasks import Task, TaskItem
 from leanroll.tasks.rewards import RewardRunner
 from leanroll.train.evaluation import score_groups
@@ -146,7 +146,7 @@ class Collector:
         prompts = self._prompts(items)
         num = self._config.rl.num_generations
         with self._display.phase("rollout", total=len(items) * num):
-            groups = self._engine.generate(prompts, self._sampling, num, step=step, progress=self._show)
+            groups = self._engine.generate(prompts, self._sampling, num, step=step, progress=self._display.show_rollout)
         for failure in [f for g in groups for f in g.failures]:
             _LOG.warning("Step %d, prompt %d: %s", step, failure.prompt_index, failure.reason)
         with self._display.phase("reward"):
@@ -165,11 +165,6 @@ class Collector:
                 inside = len(r.token_ids) - (most - rl.overlong_buffer)
                 penalties[g, r.sample_index] = -rl.overlong_penalty * min(max(inside / rl.overlong_buffer, 0.0), 1.0)
         return penalties
-
-    def _show(self, progress: RolloutProgress) -> None:
-        self._display.advance(
-            progress.num_finished, progress.num_samples, f"{progress.tokens_per_second:,.0f} tokens/s"
-        )
 
     def _choose(self, groups: Sequence[RolloutGroup], totals: np.ndarray) -> list[TrainingGroup]:
         """Groups that enter the loss, without missing samples. A group with fewer than two samples has no baseline."""
@@ -204,27 +199,15 @@ def _all_equal(row: np.ndarray) -> bool:
     return present.size == 0 or float(np.ptp(present)) < _EQUAL
 
 
-def _metrics(
-    groups: Sequence[RolloutGroup],
-    rewards: np.ndarray,
-    by_reward: dict[str, np.ndarray],
-    training: Sequence[TrainingGroup],
-) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Counts and lengths of a step's rollouts, at least one (names and units: `leanroll.rundir_metrics`)."""
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([len(r.token_ids) for r in rollouts])
-    present = rewards[np.isfinite(rewards)]
     held = sum(r.pages_total for r in rollouts)
-    stds = [float(np.std(row[np.isfinite(row)], ddof=1)) for row in rewards if np.isfinite(row).sum() > 1]
-    metrics: dict[str, float] = {
+    return {
         "prompts": len(groups),
         "completions": len(rollouts),
         "generated_tokens": int(lengths.sum()),
-        "trained_groups": len(training),
-        "reward/mean": float(present.mean()),
-        "reward/min": float(present.min()),
-        "reward/max": float(present.max()),
-        "dropped_completions": int(rewards.size - present.size),
-        "zero_std_share": float(np.mean([_all_equal(row) for row in rewards])),
         "completion_length/mean": float(lengths.mean()),
         "completion_length/p50": float(np.median(lengths)),
         "completion_length/min": int(lengths.min()),
@@ -232,6 +215,24 @@ def _metrics(
         "prompt_length/mean": float(np.mean([len(g.prompt.token_ids) for g in groups])),
         "truncated_share": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "kv_share_read": sum(r.pages_read for r in rollouts) / held if held else 1.0,
+    }
+
+
+def _metrics(
+    groups: Sequence[RolloutGroup],
+    rewards: np.ndarray,
+    by_reward: dict[str, np.ndarray],
+    training: Sequence[TrainingGroup],
+) -> dict[str, float]:
+    present = rewards[np.isfinite(rewards)]
+    stds = [float(np.std(row[np.isfinite(row)], ddof=1)) for row in rewards if np.isfinite(row).sum() > 1]
+    metrics = rollout_metrics(groups) | {
+        "trained_groups": len(training),
+        "reward/mean": float(present.mean()),
+        "reward/min": float(present.min()),
+        "reward/max": float(present.max()),
+        "dropped_completions": int(rewards.size - present.size),
+        "zero_std_share": float(np.mean([_all_equal(row) for row in rewards])),
     }
     if stds:
         metrics["reward/std"] = float(np.mean(stds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from leanroll.measure.packing import PackedBatch
 from leanroll.rundir import RunDir, step_name, write_json
-from leanroll.train.token_stats import TokenRecord
 
 
 def write_diagnosis(
@@ -22,13 +21,17 @@ def write_diagnosis(
     grad_norm: float,
     bad_gradients: Sequence[str],
     batch: PackedBatch,
-    record: TokenRecord,
+    values: Mapping[str, np.ndarray],
+    sample_ids: np.ndarray,
+    sums: Mapping[str, float],
 ) -> Path:
     """Write diagnosis/step-NNNNNN.json: the numbers of the offending micro-batch and its completions.
 
     JSON has no NaN or infinity, so such values are written as the strings "nan", "inf" and "-inf".
+
+    values: by name, [R], one per completion token of the micro-batch, whose samples are `sample_ids` [R]. sums: over the
+        micro-batch.
     """
-    fields = ("logprobs", "old", "sampler", "entropy", "weights")
     completions = [
         {
             "sample": sample,
@@ -37,7 +40,7 @@ def write_diagnosis(
             "token_ids": list(rollout.token_ids),
             "text": rollout.text,
             "finish_reason": rollout.finish_reason,
-            **{name: [_plain(x) for x in getattr(record, name)[record.sample_ids == sample]] for name in fields},
+            **{name: [_plain(x) for x in array[sample_ids == sample]] for name, array in values.items()},
         }
         for sample, rollout in sorted(batch.rollouts.items())
     ]
@@ -50,8 +53,8 @@ def write_diagnosis(
             "grad_norm": _plain(grad_norm),
             "parameters_with_bad_gradients": list(bad_gradients),
             "input_tokens": batch.num_inputs,
-            "statistics": {name: _describe(getattr(record, name)) for name in fields},
-            "sums": {name: _plain(value) for name, value in record.sums.items()},
+            "statistics": {name: _describe(array) for name, array in values.items()},
+            "sums": {name: _plain(value) for name, value in sums.items()},
             "completions": completions,
         },
     )

@@ -22,6 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from leanroll.rollout.engine import RolloutProgress
+
 
 class StepClock:
     """Seconds per phase of one step; phases of one name add up, nested phases are taken out of the outer one."""
@@ -93,6 +95,10 @@ class RunDisplay:
     def advance(self, completed: float, total: float | None = None, note: str = "") -> None:
         """Progress inside the current phase."""
         self._progress.update(self._phase, completed=completed, total=total, note=note)
+
+    def show_rollout(self, progress: RolloutProgress) -> None:
+        """Progress of a call to the engine."""
+        self.advance(progress.num_finished, progress.num_samples, f"{progress.tokens_per_second:,.0f} tokens/s")
 
     def step_done(self, step: int, line: str) -> None:
         """Leave one line for a finished step."""

@@ -149,7 +149,9 @@ class PromptEncoder:
         ConfigError: no such few-shot file. ModelError (from `encode`): the tokenizer has no chat template.
     """
 
-    def __init__(self, policy: Policy, task: TaskConfig) -> None:
+    def __init__(self, policy: Policy, task: TaskConfig, *, privileged: bool = False) -> None:
+        """privileged: put an item's privileged text behind its last message."""
+        self._privileged = privileged
         self._policy = policy
         self._system = task.system_prompt
         self._prefix = task.few_shot
@@ -183,4 +185,11 @@ class PromptEncoder:
             messages.insert(0, {"role": "system", "content": self._system})
         if self._prefix:
             messages[-1]["content"] = f"{self._prefix}\n\n{messages[-1]['content']}"
+        if self._privileged:
+            if not item.privileged:
+                raise ConfigError(
+                    f"teacher.privileged is set, but prompt {item.index} of the task has no privileged text; give it one (a file "
+                    "task: the column `privileged`), or leave the option out."
+                )
+            messages[-1]["content"] += f"\n\n{item.privileged}"
         return messages

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from leanroll.config import RLConfig
@@ -29,8 +28,8 @@ from leanroll.measure.packing import PackedBatch, pack
 from leanroll.models import Policy
 from leanroll.rundir import RunDir
 from leanroll.train.diagnosis import write_diagnosis
-from leanroll.train.optim import MasterAdamW
 from leanroll.train.progress import RunDisplay
+from leanroll.train.stepper import Stepper
 from leanroll.train.token_stats import TokenRecord, TokenStats
 from leanroll.types import Rollout, RolloutGroup
 
@@ -53,14 +52,13 @@ class _Part:
 
 
 class PolicyUpdater:
-    """Runs the updates of a step. `num_updates` counts them over the run."""
+    """Runs the updates of a step."""
 
     def __init__(
         self,
         policy: Policy,
         module: nn.Module,
-        optimizer: MasterAdamW,
-        accelerator: Accelerator,
+        stepper: Stepper,
         config: RLConfig,
         run: RunDir,
         display: RunDisplay,
@@ -68,10 +66,9 @@ class PolicyUpdater:
     ) -> None:
         """module: the prepared `PolicyModule`. reference: frozen starting policy, where it is not the policy without
         adapter."""
-        self._policy, self._module, self._optimizer = policy, module, optimizer
-        self._accelerator, self._config, self._run, self._display = accelerator, config, run, display
+        self._policy, self._module, self._stepper = policy, module, stepper
+        self._config, self._run, self._display = config, run, display
         self._reference = reference
-        self.num_updates = 0
 
     def update(self, step: int, groups: Sequence[TrainingGroup]) -> dict[str, float]:
         """All passes over the groups; returns metrics.
@@ -142,7 +139,7 @@ class PolicyUpdater:
         self, step: int, part: _Part, tokens_per_update: float, lr_factor: float, stats: TokenStats
     ) -> tuple[float, float]:
         """One optimizer update; returns its loss and gradient norm."""
-        config, optimizer = self._config, self._optimizer
+        config = self._config
         rollouts = [r for g in part.groups for r in g.group.rollouts]
         lengths = torch.tensor([len(r.token_ids) * self._counts(r) for r in rollouts])
         divisors = denominators(
@@ -157,19 +154,12 @@ class PolicyUpdater:
         for number, batch in enumerate(batches):
             self._display.advance(number, len(batches))
             loss, record = self._loss(batch.to(self._policy.device), part, rollouts, advantages, divisors)
-            value = float(loss.detach())
-            norm = math.nan
-            if math.isfinite(value):
-                self._accelerator.backward(loss)
-                optimizer.accumulate()
-                norm = optimizer.grad_norm()
+            value, norm = self._stepper.backward(loss)
             if not math.isfinite(norm):
                 self._stop(step, value, norm, batch, record)
             total += value
             stats.add(record)
-        optimizer.step(lr_factor=lr_factor, max_grad_norm=config.optimizer.max_grad_norm, grad_norm=norm)
-        self._policy.bump_version()
-        self.num_updates += 1
+        self._stepper.apply(lr_factor, norm)
         return total, norm
 
     def _loss(
@@ -216,15 +206,19 @@ class PolicyUpdater:
 
     def _stop(self, step: int, loss: float, norm: float, batch: PackedBatch, record: TokenRecord) -> None:
         """Save the offending micro-batch and raise."""
-        bad = [
-            name
-            for name, m in self._optimizer.masters.items()
-            if m.grad is not None and not bool(torch.isfinite(m.grad).all())
-        ]
+        bad = self._stepper.bad_gradients()
         path = write_diagnosis(
-            self._run, step, loss=loss, grad_norm=norm, bad_gradients=bad, batch=batch, record=record
+            self._run,
+            step,
+            loss=loss,
+            grad_norm=norm,
+            bad_gradients=bad,
+            batch=batch,
+            values={name: getattr(record, name) for name in ("logprobs", "old", "sampler", "entropy", "weights")},
+            sample_ids=record.sample_ids,
+            sums=record.sums,
         )
-        self._optimizer.zero_grad()
+        self._stepper.abandon()
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         raise TrainingDiverged(
             f"Step {step}: {what} in one micro-batch; expected a finite number. The update was not applied. Its completions and "

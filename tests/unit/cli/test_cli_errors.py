@@ -9,7 +9,7 @@ from leanroll.cli import main as command_line
 from leanroll.cli.help import options_text
 from leanroll.cli.main import main
 from leanroll.cli.prompts import read_prompts
-from leanroll.cli.rl import read_config
+from leanroll.cli.training import read_config
 from leanroll.config import RLConfig, option_keys, to_toml
 from leanroll.errors import ConfigError, LeanrollError, ResumeError
 from leanroll.rundir import RunDir
@@ -107,12 +107,12 @@ def test_help_lists_every_option(verb: str, capfd: pytest.CaptureFixture[str]) -
 def test_resume_from_a_run_directory(tmp_path: Path) -> None:
     config = RLConfig(name="mine")
     run = RunDir.create(tmp_path / "run", config_toml=to_toml(config), environment={})
-    again = read_config(str(run.path), True, [("train.save_every", "1")])
+    again = read_config(RLConfig, str(run.path), True, [("train.save_every", "1")])
     assert (again.name, again.train.run_dir, again.train.save_every) == ("mine", str(run.path), 1)
     with pytest.raises(ConfigError, match="is a folder"):
-        read_config(str(run.path), False, [])
+        read_config(RLConfig, str(run.path), False, [])
     with pytest.raises(ResumeError, match="which run"):
-        read_config(None, True, [])
+        read_config(RLConfig, None, True, [])
 
 
 def test_read_prompts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from leanroll.config import (
     CalibrateConfig,
+    DistillConfig,
     EvaluateConfig,
     GenerateConfig,
     OptimizerConfig,
@@ -232,7 +233,7 @@ def test_a_wrong_entry_of_a_list_is_one_problem() -> None:
 
 
 def test_inert_rules_name_fields_that_exist() -> None:
-    keys = set(option_keys(RLConfig))
+    keys = set(option_keys(RLConfig)) | set(option_keys(DistillConfig))
     for rule in INERT_RULES:
         assert set(rule.options) <= keys
 

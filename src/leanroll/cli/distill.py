@@ -1,0 +1,22 @@
+"""`leanroll distill`: on-policy distillation from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+
+from leanroll.cli.training import EXIT_INTERRUPTED, add_arguments, read_config, write_page
+from leanroll.config import DistillConfig
+
+__all__ = ["HELP", "SCHEMA", "add_arguments", "run"]
+
+HELP = "Distil a teacher into a student on the beginnings of the student's own completions, as the recipe says."
+SCHEMA = DistillConfig
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    """Train; returns the exit code."""
+    config = read_config(SCHEMA, arguments.recipe, arguments.resume, overrides)
+    from leanroll.train import distill
+
+    summary = distill.run(config, resume=arguments.resume, at_end=write_page)
+    return EXIT_INTERRUPTED if summary.interrupted else 0

@@ -1,0 +1,263 @@
+"""On-policy distillation with early-stopped rollouts: `run(config)` is what `leanroll distill` does.
+
+A step: prompts → completions of at most N tokens from the student → hidden states of the teacher on the same token ids →
+divergence over the full vocabulary → AdamW. Source of the method: early-stopped rollouts (ESR), arXiv 2605.27028.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leanroll.config import DistillConfig
+from leanroll.errors import ConfigError, RolloutError, TeacherError
+from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.rundir import RunDir
+from leanroll.tasks.metrics import mean_at_k, paired_difference
+from leanroll.train import setup
+from leanroll.train.collect import rollout_metrics
+from leanroll.train.distill_update import DistillBatch, DistillUpdater, StudentModule
+from leanroll.train.evaluation import Evaluation, evaluate
+from leanroll.train.loop import LoopResult
+from leanroll.train.preflight import preflight
+from leanroll.train.progress import RunDisplay
+from leanroll.train.prompts import PromptOrder
+from leanroll.train.session import AtEnd, run_session
+from leanroll.train.teacher import Teacher
+from leanroll.train.trainer import Trainer, timing_text
+from leanroll.types import RolloutGroup
+
+_LOG = logging.getLogger(__name__)
+
+_LOGGED_COMPLETIONS = 32
+"""Completions per step written to the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillSummary:
+    """What a run came to; numbers that were not measured are None.
+
+    before, after, teacher: held-out mean reward of the student before and after, and of the teacher. step_s: median seconds per
+    step, without evaluations and checkpoints. peak_gib: largest resident memory of the process (of the GPU, where there is one).
+    """
+
+    run_dir: Path
+    last_step: int
+    interrupted: bool
+    before: float | None
+    teacher: float | None
+    after: float | None
+    step_s: float | None
+    peak_gib: float | None
+    seconds: float
+
+    def line(self) -> str:
+        """The closing line."""
+        parts = []
+        if self.before is not None and self.after is not None:
+            parts.append(f"held-out reward {self.before:.3f} → {self.after:.3f}")
+        if self.teacher is not None:
+            parts.append(f"teacher {self.teacher:.3f}")
+        if self.step_s is not None:
+            parts.append(f"{self.step_s:.1f} s per step")
+        if self.peak_gib is not None:
+            parts.append(f"{self.peak_gib:.1f} GiB at most")
+        if self.interrupted:
+            parts.append(f"interrupted after step {self.last_step}, continue with --resume")
+        return " · ".join([*parts, str(self.run_dir)])
+
+
+def run(
+    config: DistillConfig, resume: bool = False, *, quiet: bool = False, at_end: AtEnd | None = None
+) -> DistillSummary:
+    """Train a student.
+
+    resume, quiet, at_end: as for `rl.run`.
+
+    Raises:
+        What `rl.run` raises, and besides
+        ModelError: teacher and student have different tokenizers.
+        TeacherError: their templates or stop tokens do not fit, or the teacher is not better than the student by
+            teacher.min_margin.
+        OutOfMemory: a step does not fit in memory, however small its micro-batches.
+    """
+    return run_session(config, partial(DistillTrainer, config), _summary, resume=resume, quiet=quiet, at_end=at_end)
+
+
+class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
+    """The student follows the teacher on the beginnings of its own completions."""
+
+    def __init__(self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
+        super().__init__(config, schedule, display)
+        options = config.distill
+        self.order = PromptOrder(self.task.num_train, options.prompts_per_step, 1, config.train.seed)
+        self.teacher = Teacher(config, self.policy)
+        # Of the first steps: what a run would meet soon is better met before anything is written.
+        count = config.teacher.preflight_prompts
+        steps = range(1, 1 + -(-count // options.prompts_per_step))
+        items = [self.task.train_item(i) for step in steps for i in self.order.indices(step)][:count]
+        prompts = self.encoder.encode(items)
+        with display.phase("preflight"):
+            self.preflight = preflight(config, self.policy, self.teacher, prompts, self.teacher.encode(items))
+        for note in self.preflight.notes:
+            display.say(f"note: {note}")
+        self.sampling = replace(
+            setup.sampling_params(self.policy, config.rollout, seed=config.train.seed),
+            forbidden_token_ids=self.preflight.forbidden,
+        )
+        ends = [options.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
+        longest = max(tokens or config.rollout.max_completion_length for tokens in ends)
+        need = max(len(p.token_ids) for p in prompts) + longest - 1
+        if need > config.train.micro_batch_tokens:
+            raise ConfigError(
+                f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but a prompt with {longest} completion tokens can "
+                f"take {need}; raise the former, or generate fewer tokens."
+            )
+        self.engine.check(prompts, replace(self.sampling, max_completion_length=longest))
+        self.module = self.accelerator.prepare_model(
+            StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config),
+            device_placement=False,
+        )
+        self._updater: DistillUpdater | None = None
+
+    # -- Algorithm ----------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> DistillBatch:
+        """Generate up to the step's number of tokens, and let the teacher read along."""
+        config = self.config
+        items = [self.task.train_item(i) for i in self.order.indices(step)]
+        prompts = self.encoder.encode(items)
+        tokens = config.distill.tokens_at(step, config.train.steps)
+        sampling = self.sampling if tokens is None else replace(self.sampling, max_completion_length=tokens)
+        samples = config.distill.num_generations
+        with self.display.phase("rollout", total=len(prompts) * samples):
+            groups = self.engine.generate(prompts, sampling, samples, step=step, progress=self.display.show_rollout)
+        for failure in [f for g in groups for f in g.failures]:
+            _LOG.warning("Step %d, prompt %d: %s", step, failure.prompt_index, failure.reason)
+        kept = [(group, item) for group, item in zip(groups, items, strict=True) if group.rollouts]
+        if not kept:
+            raise RolloutError(
+                f"Step {step}: no completion could be generated. First reason: {groups[0].failures[0].reason}"
+            )
+        groups = [group for group, _ in kept]
+        with self.display.phase("teacher"):
+            states = self.teacher.hidden_states(
+                groups, self.teacher.encode([item for _, item in kept]), config.train.micro_batch_tokens
+            )
+        self.run.write_rollouts(step, _records(groups))
+        metrics = rollout_metrics(groups)
+        metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
+        metrics["distill/num_tokens"] = sampling.max_completion_length
+        return DistillBatch(tuple(groups), states, metrics)
+
+    def update(self, step: int, batch: DistillBatch) -> dict[str, float]:
+        """Update the student on the batch."""
+        if self._updater is None:
+            self._updater = DistillUpdater(self.policy, self.module, self.stepper, self.config, self.run, self.display)
+        return batch.metrics | self._updater.update(step, batch) | self.memory()
+
+    def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
+        parts = [f"step {step}", f"KL {metrics.get('distill/reverse_kl', 0.0):.3f}"]
+        if "eval/reward/mean" in metrics:
+            parts.append(f"held-out {metrics['eval/reward/mean']:.3f}")
+        parts += [
+            f"tokens {metrics['completion_length/mean']:.0f} of at most {metrics['distill/num_tokens']:.0f}",
+            f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        ]
+        return " · ".join([*parts, timing_text(metrics)])
+
+    # -- before training ----------------------------------------------------------------------------------------------
+
+    def before_training(self) -> dict[str, float]:
+        """Held-out rewards of the student and of the teacher on the same prompts.
+
+        Raises:
+            TeacherError: the lower end of the teacher's margin is below teacher.min_margin.
+        """
+        metrics = self.preflight.metrics() | self.evaluate(0)
+        least = self.config.teacher.min_margin
+        if not self.config.teacher.evaluate or not self.eval_items:
+            return metrics
+        teacher = self._evaluate_teacher()
+        self.run.write_teacher_eval(teacher.to_json())
+        assert self.last_evaluation is not None
+        margin = paired_difference(mean_at_k(teacher.rewards), mean_at_k(self.last_evaluation.rewards))
+        mean = teacher.interval().mean
+        self.display.say(
+            f"teacher · held-out {mean:.3f}, {margin.mean:+.3f} [{margin.low:+.3f}, {margin.high:+.3f}] against the student"
+        )
+        if margin.low < least:
+            raise TeacherError(
+                f"The teacher's held-out reward is {mean:.3f}, {margin.mean:+.3f} against the student's (95 % interval "
+                f"{margin.low:+.3f} to {margin.high:+.3f}, {len(self.eval_items)} prompts); expected at least {least:+.3f} at its "
+                "lower end (teacher.min_margin). Take a better teacher, evaluate on more prompts, or set teacher.min_margin lower."
+            )
+        return metrics | {
+            "eval/teacher/mean": mean,
+            "eval/teacher/margin": margin.mean,
+            "eval/teacher/margin_low_95": margin.low,
+            "eval/teacher/margin_high_95": margin.high,
+        }
+
+    def _evaluate_teacher(self) -> Evaluation:
+        """The teacher answers the held-out prompts as it sees them."""
+        config = self.config
+        with self.teacher.scoring() as policy, self.display.phase("teacher", total=len(self.eval_items)):
+            dense = BudgetSchedule.dense()
+            engine = setup.build_engine(policy, dense, config.rollout.model_copy(update={"schedule": "dense"}))
+            return evaluate(
+                engine,
+                self.rewards,
+                self.eval_items,
+                self.teacher.encode(self.eval_items),
+                setup.eval_sampling(policy, config.rollout, config.eval),
+                config.eval.num_samples,
+                progress=self.display.show_rollout,
+            )
+
+
+def _records(groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
+    """The first completions of a step, as they are written to rollouts/step-NNNNNN.jsonl."""
+    count = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            if count >= _LOGGED_COMPLETIONS:
+                return
+            count += 1
+            yield {
+                "prompt_index": group.prompt.index,
+                "sample_index": rollout.sample_index,
+                "prompt": group.prompt.text,
+                "completion": rollout.text,
+                "length": len(rollout.token_ids),
+                "finish_reason": rollout.finish_reason,
+                "weights_version": rollout.weights_version,
+            }
+
+
+def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: float) -> DistillSummary:
+    records = run.read_metrics()
+    held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
+    teacher = [r["eval/teacher/mean"] for r in records if "eval/teacher/mean" in r]
+    phases = ("time/rollout_s", "time/teacher_s", "time/score_s", "time/update_s")
+    seconds = [sum(r.get(phase, 0.0) for phase in phases) for r in records if r["step"] > 0]
+    memory = "memory/peak_device_gib" if trainer.policy.device.type == "cuda" else "memory/peak_rss_gib"
+    peaks = [r[memory] for r in records if memory in r]
+    return DistillSummary(
+        run_dir=run.path,
+        last_step=result.last_step,
+        interrupted=result.interrupted,
+        before=held_out[0] if held_out else None,
+        teacher=teacher[0] if teacher else None,
+        after=held_out[-1] if len(held_out) > 1 else None,
+        step_s=float(np.median(seconds)) if seconds else None,
+        peak_gib=max(peaks) if peaks else None,
+        seconds=time.perf_counter() - began,
+    )

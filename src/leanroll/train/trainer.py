@@ -1,0 +1,247 @@
+"""What every trainer is made of: policy, task, rewards, engine, optimizer, evaluation, checkpoints, the run's records.
+
+A trainer adds how a batch is made and how the policy is updated on it (`collect`, `update`); `train.loop` says when, and
+`train.session` what surrounds it all.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+
+from leanroll.config import DistillConfig, RLConfig, to_dict, to_toml
+from leanroll.errors import ConfigError
+from leanroll.models import Policy
+from leanroll.rollout.schedule import BudgetSchedule
+from leanroll.rundir import CHECKPOINTS, RunDir
+from leanroll.tasks.rewards import RewardRunner
+from leanroll.train import checkpoint as ckpt
+from leanroll.train import setup
+from leanroll.train.evaluation import Evaluation, evaluate
+from leanroll.train.loop import LoopPlan, LoopResult, run_loop
+from leanroll.train.optim import MasterAdamW
+from leanroll.train.progress import RunDisplay
+from leanroll.train.stepper import Stepper
+
+ConfigT = TypeVar("ConfigT", RLConfig, DistillConfig)
+BatchT = TypeVar("BatchT")
+
+
+class Trainer(ABC, Generic[ConfigT, BatchT]):
+    """The objects of a run, and the `Algorithm` of the step loop. Close it after use."""
+
+    def __init__(self, config: ConfigT, schedule: BudgetSchedule, display: RunDisplay) -> None:
+        """Nothing is written, and no worker process is started yet.
+
+        Raises:
+            ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used.
+        """
+        _check(config)
+        self.config: ConfigT = config
+        self.schedule, self.display = schedule, display
+        set_seed(config.train.seed % 2**32)  # of the global generators, which rewards in this process may draw from
+        self.policy: Policy = setup.build_policy(
+            config.model, config.adapter, training=True, seed=config.train.seed % 2**31
+        )
+        if config.train.gradient_checkpointing:
+            self.policy.enable_gradient_checkpointing()
+        self.task = setup.build_task(config.task)
+        self.encoder = setup.PromptEncoder(self.policy, config.task)
+        self.rewards: RewardRunner = setup.build_rewards(config.task, self.task)
+        self.engine = setup.build_engine(self.policy, schedule, config.rollout)
+        self.eval_items = self.task.eval_items(config.eval.num_prompts) if config.eval.num_prompts else []
+        self.eval_prompts = self.encoder.encode(self.eval_items)
+        self.eval_sampling = setup.eval_sampling(self.policy, config.rollout, config.eval)
+        self.engine.check(self.eval_prompts, self.eval_sampling)
+        self.optimizer = MasterAdamW(
+            self.policy.trainable_parameters().items(),
+            lr=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self.accelerator = Accelerator(
+            cpu=self.policy.device.type == "cpu",
+            # Whatever the environment says: the engine samples without autocast, and losses are normalised already.
+            mixed_precision="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            log_with=list(config.train.trackers) or None,
+            project_dir=".",  # must be named here; `train` puts the run directory in its place
+        )
+        if self.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"Started as {self.accelerator.num_processes} processes; training runs in one for now. Start it without a "
+                "multi-process launcher."
+            )
+        self.stepper = Stepper(
+            self.policy, self.optimizer, self.accelerator, max_grad_norm=config.optimizer.max_grad_norm
+        )
+        self.last_evaluation: Evaluation | None = None
+        self._run: RunDir | None = None
+        self._random: dict[str, Any] = {}
+
+    # -- Algorithm ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def collect(self, step: int) -> BatchT:
+        """Make the step's training batch."""
+
+    @abstractmethod
+    def update(self, step: int, batch: BatchT) -> dict[str, float]:
+        """Update the policy; return the step's metrics."""
+
+    @abstractmethod
+    def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """What the user sees of a step: its own figures; `timing_text` has the rest."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates so far."""
+        return self.stepper.num_updates
+
+    @property
+    def run(self) -> RunDir:
+        """Set by `train`."""
+        assert self._run is not None
+        return self._run
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out reward with the run's sampler; the whole result goes to eval/step-NNNNNN.json."""
+        evaluation = self.config.eval
+        if not self.eval_items:
+            return {}
+        total = len(self.eval_items) * evaluation.num_samples
+        with self.display.phase("eval", total=total):
+            result = evaluate(
+                self.engine,
+                self.rewards,
+                self.eval_items,
+                self.eval_prompts,
+                self.eval_sampling,
+                evaluation.num_samples,
+                progress=self.display.show_rollout,
+            )
+        self.last_evaluation = result
+        record = result.to_json()
+        self.run.write_eval(step, record)
+        metrics = {f"eval/reward/{name}": value for name, value in record["rewards"].items()}
+        metrics["eval/reward/mean"] = record["mean_reward"]
+        for key in ("low_95", "high_95", "mean_length", "truncated_share", "missing"):
+            metrics[f"eval/{key}"] = record[key]
+        return metrics
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def train(self, run: RunDir) -> LoopResult:
+        """Run the loop on a run directory, from its latest checkpoint if it has one."""
+        config, display = self.config, self.display
+        self._run = run
+        checkpoints = ckpt.Checkpoints(run.path / CHECKPOINTS, config.train.keep_checkpoints)
+        done = self._restore(checkpoints)
+        if config.train.trackers:
+            self.accelerator.project_configuration.logging_dir = str(run.path)
+            self.accelerator.init_trackers(config.name, config={"recipe": to_toml(config)})
+        if done < 0:
+            metrics = self.before_training()
+            self._log(0, metrics | _timings(display))
+            if "eval/reward/mean" in metrics:
+                display.say(f"before training · held-out {metrics['eval/reward/mean']:.3f}")
+            done = 0
+        display.clock.take()
+        result = run_loop(
+            self,
+            LoopPlan(done + 1, config.train.steps, config.eval.every, config.train.save_every),
+            display,
+            log=self._log,
+            save=lambda step: self._save(checkpoints, step),
+            summarise=self.step_line,
+        )
+        if config.train.trackers:
+            self.accelerator.end_training()
+        return result
+
+    def before_training(self) -> dict[str, float]:
+        """Metrics of step 0."""
+        return self.evaluate(0)
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory so far, as metrics."""
+        # ru_maxrss is in KiB on Linux, in bytes on macOS.
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        metrics = {"memory/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+        if self.policy.device.type == "cuda":
+            metrics["memory/peak_device_gib"] = torch.cuda.max_memory_allocated(self.policy.device) / 2**30
+        return metrics
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.append_metrics({"step": step, **metrics})
+        # A checkpoint of this step may only be written when the next one fails, after its rewards have drawn numbers.
+        self._random = ckpt.random_state()
+        if self.config.train.trackers:
+            self.accelerator.log(dict(metrics), step=step)
+
+    def _save(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
+        def write(directory: Path) -> None:
+            self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "random": self._random,
+                "num_updates": self.num_updates,
+                "policy_version": self.policy.version,
+            }
+            torch.save(state, directory / ckpt.TRAINER_FILE)
+
+        with self.display.phase("checkpoint"):
+            checkpoints.save(step, write, {"config": to_dict(self.config)})
+
+    def _restore(self, checkpoints: ckpt.Checkpoints) -> int:
+        """Load the latest checkpoint and forget what came after it; returns its step, -1 without one."""
+        latest = checkpoints.latest()
+        step = -1 if latest is None else int(ckpt.read_state(latest)["step"])
+        self.run.truncate_after(step)
+        checkpoints.drop_newer_than(step)
+        if latest is None:
+            return -1
+        state: dict[str, Any] = torch.load(
+            latest / ckpt.TRAINER_FILE,
+            map_location="cpu",  # generators' states must be there; the rest is copied to where the weights are
+            weights_only=True,
+        )
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._random = state["random"]
+        ckpt.set_random_state(self._random)
+        self.stepper.num_updates = state["num_updates"]
+        self.policy.version = state["policy_version"]
+        return step
+
+
+def _check(config: RLConfig | DistillConfig) -> None:
+    if config.eval.num_prompts and config.eval.split != "eval":
+        raise ConfigError(f"eval.split is {config.eval.split!r}; training evaluates on the task's split 'eval'.")
+    available = {str(tracker) for tracker in get_available_trackers()}
+    missing = [name for name in config.train.trackers if name not in available]
+    if missing:
+        raise ConfigError(
+            f"train.trackers names {', '.join(missing)}, which is not installed; run `pip install 'leanroll[trackers]'`, or "
+            "take it out."
+        )
+
+
+def _timings(display: RunDisplay) -> dict[str, float]:
+    return {f"time/{name}_s": seconds for name, seconds in display.clock.take().items()}
+
+
+def timing_text(metrics: Mapping[str, float]) -> str:
+    """The end of a step's line: its seconds, and where they went."""
+    timed = ("rollout", "reward", "measure", "teacher", "score", "update", "eval", "checkpoint")
+    phases = [f"{name} {metrics[f'time/{name}_s']:.1f}" for name in timed if f"time/{name}_s" in metrics]
+    return f"{metrics['time/step_s']:.1f} s ({', '.join(phases)})"
