@@ -108,6 +108,17 @@ SCHEMA: dict[str, Metric] = {
     "preflight/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token over the preflight's prompts."),
     "preflight/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks, there."),
     "preflight/teacher_dropped": Metric("1", "Mean probability of the teacher on ids that the student lacks, there."),
+    # full-length probes of the collapse guard; step 0 is before training
+    "probe/cap_rate": Metric("share", "Probe completions that reached the length limit."),
+    "probe/loop_share": Metric("share", "Probe completions that end in three or more repeats of up to 60 tokens."),
+    "probe/repeated_share": Metric(
+        "share", "Tokens in a block of 16 that occurred before in the same completion, mean."
+    ),
+    "probe/distinct_2": Metric("share", "Different pairs of neighbouring tokens of all pairs, mean over completions."),
+    "probe/length_p10": Metric("tokens", "10th percentile of the length of probe completions."),
+    "probe/length_p50": Metric("tokens", "Median length of probe completions."),
+    "probe/length_p90": Metric("tokens", "90th percentile of the length of probe completions."),
+    "probe/alarms": Metric("count", "Statistics that moved further from step 0 than [guard] allows."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),
@@ -140,8 +151,8 @@ SCHEMA: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Generated tokens per second of rollout."),
     "time/<phase>_s": Metric(
         "s",
-        "Wall time of a phase: load, preflight, rollout, reward, teacher, score, update, measure, eval, checkpoint (the last "
-        "step's); step: their sum.",
+        "Wall time of a phase: load, preflight, rollout, reward, teacher, score, update, measure, probe, eval, checkpoint (the "
+        "last step's); step: their sum.",
     ),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of the main process so far."),
     "memory/peak_device_gib": Metric("GiB", "Largest memory allocated on the accelerator so far."),

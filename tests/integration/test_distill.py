@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from leanroll.measure.packing import pack
 from leanroll.models import LoraSpec, load_policy
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
-from leanroll.train import distill, distill_update, stepper
+from leanroll.train import distill, distill_update, guard, stepper
 from leanroll.types import Prompt, Rollout, RolloutGroup
 from tests.recipe import reward, save_tiny_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -46,6 +47,7 @@ def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> DistillC
         "task": {"rewards": reward("share_of_liked_ids"), "reward_workers": 0},
         "rollout": {"kernel": "reference", "max_completion_length": 12, "kv_memory_gib": 0.1},
         "distill": {"prompts_per_step": 4, "num_tokens": 6, "bin_tokens": 4},
+        "guard": {},
         "optimizer": {"learning_rate": 0.01},
         "train": {"steps": 3, "micro_batch_tokens": 1024, "run_dir": str(run_dir)},
         "eval": {"num_prompts": 4, "num_samples": 1},
@@ -222,6 +224,62 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     diagnosis = json.loads((run / "diagnosis" / "step-000001.json").read_text())
     assert diagnosis["loss"] == "nan"
     assert len(diagnosis["completions"][0]["reverse_kl"]) == len(diagnosis["completions"][0]["token_ids"])
+
+
+def looping(monkeypatch: pytest.MonkeyPatch, from_probe: int) -> None:
+    """From the given probe on, the completions that the guard sees end in loops."""
+    probe, calls = guard.CollapseGuard._probe, 0
+
+    def found(self: guard.CollapseGuard) -> Any:
+        nonlocal calls
+        calls += 1
+        report = probe(self)
+        return replace(report, periodic_tail=1.0) if calls >= from_probe else replace(report, periodic_tail=0.0)
+
+    monkeypatch.setattr(guard.CollapseGuard, "_probe", found)
+
+
+@pytest.mark.parametrize(
+    ("action", "steps", "checkpoints"), [("warn", 6, [4, 6]), ("stop", 4, [2, 4]), ("roll_back", 4, [2])]
+)
+def test_collapse_guard(
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
+    steps: int,
+    checkpoints: list[int],
+) -> None:
+    """Probes at steps 0, 2, 4, 6; the third one is the first to alarm."""
+    looping(monkeypatch, from_probe=3)
+    run = tmp_path / "run"
+    config = recipe(
+        models, run, train__steps=6, train__save_every=2, guard__every=2, guard__on_alarm=action, guard__num_prompts=2
+    )
+    summary = distill.run(config, quiet=True)
+    assert summary.last_step == steps
+    records = metrics(run)
+    assert records[0]["probe/length_p50"] <= 12
+    assert [r["probe/alarms"] for r in records[1:] if "probe/alarms" in r] == [0, 1, 1][: steps // 2]
+    assert RunDir.open(run).checkpoint_steps() == checkpoints
+    assert (run / "checkpoints" / "latest").resolve().name == f"step-{checkpoints[-1]:06d}"
+    if action == "warn":
+        assert summary.halted is None
+        return
+    assert "share of completions that end in a loop rose from 0.00 to 1.00; allowed 0.1 more" in summary.line()
+    # What went on is kept, and the run can go on.
+    monkeypatch.undo()
+    again = distill.run(config, resume=True, quiet=True)
+    assert again.last_step == 6
+
+
+def test_roll_back_needs_checkpoints(models: tuple[Path, Path], tmp_path: Path) -> None:
+    changes = {"guard__every": 4, "guard__on_alarm": "roll_back"}
+    with pytest.raises(ConfigError, match=r"guard\.every = 4 is no multiple of train\.save_every = 3"):
+        recipe(models, tmp_path, train__save_every=3, **changes)
+    with pytest.raises(ConfigError, match=r"of the 4 checkpoints between two probes train\.keep_checkpoints keeps 2"):
+        recipe(models, tmp_path, train__save_every=1, **changes)
+    recipe(models, tmp_path, train__save_every=1, train__keep_checkpoints=4, **changes)
 
 
 class TestTeachers:

@@ -12,6 +12,9 @@ from leanroll.errors import ConfigError, MissingExtra, ResumeError
 from leanroll.report import write_report
 from leanroll.rundir import REPORT, RunDir
 
+EXIT_FAILURE = 1
+"""The run stopped by itself."""
+
 EXIT_INTERRUPTED = 130
 """As a shell reports Ctrl-C; the run has been saved."""
 

@@ -7,8 +7,9 @@ config.rollout.max_completion_length
 from leanroll.config.base import Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
-from leanroll.config.distillation import DistillationConfig, TeacherConfig
+from leanroll.config.distillation import DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
+from leanroll.config.profile import ProfilingConfig
 from leanroll.config.recipes import (
     BenchConfig,
     CalibrateConfig,
@@ -16,6 +17,7 @@ from leanroll.config.recipes import (
     DoctorConfig,
     EvaluateConfig,
     GenerateConfig,
+    ProfileConfig,
     Recipe,
     RLConfig,
     TrainingRecipe,
@@ -24,6 +26,7 @@ from leanroll.config.recipes import (
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.config.schema import FieldDoc, iter_fields, nearest_key, option_keys
 from leanroll.config.sections import AdapterConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
+from leanroll.config.suite import Suite, SuiteConfig, SuiteRun, load_suite
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
@@ -40,14 +43,20 @@ __all__ = [
     "EvaluateConfig",
     "FieldDoc",
     "GenerateConfig",
+    "GuardConfig",
     "MeasureConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ProfileConfig",
+    "ProfilingConfig",
     "RLConfig",
     "Recipe",
     "RewardConfig",
     "RolloutConfig",
     "Section",
+    "Suite",
+    "SuiteConfig",
+    "SuiteRun",
     "TaskConfig",
     "TeacherConfig",
     "TrainConfig",
@@ -56,6 +65,7 @@ __all__ = [
     "inert_options",
     "iter_fields",
     "load_config",
+    "load_suite",
     "nearest_key",
     "option_keys",
     "parse_value",

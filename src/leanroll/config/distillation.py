@@ -95,6 +95,31 @@ class TeacherConfig(Section):
         return self
 
 
+class GuardConfig(Section):
+    """[guard]: full-length probe completions during training, compared with those before it."""
+
+    every: Int = Field(0, ge=0, description="Steps between probes. 0: no guard.")
+    num_prompts: Int = Field(8, ge=1, description="Held-out prompts of a probe.")
+    num_samples: Int = Field(2, ge=1, description="Completions per prompt, each up to rollout.max_completion_length.")
+    on_alarm: Literal["warn", "stop", "roll_back"] = Field(
+        "warn",
+        description="warn: say it and go on; stop: save and stop; roll_back: stop, and keep no checkpoint later than the last "
+        "probe without an alarm.",
+    )
+    max_cap_rise: Float = Field(
+        0.2, ge=0, le=1, description="Allowed rise of the share of completions that reach the length limit."
+    )
+    max_loop_rise: Float = Field(
+        0.1, ge=0, le=1, description="Allowed rise of the share of completions that end in a loop."
+    )
+    max_repeat_rise: Float = Field(
+        0.2, ge=0, le=1, description="Allowed rise of the share of tokens in repeated blocks."
+    )
+    max_length_factor: Float = Field(
+        3.0, ge=1, description="Largest factor by which the median length may grow or shrink."
+    )
+
+
 class DistillationConfig(Section):
     """[distill]: what is generated and how the student follows the teacher on it."""
 

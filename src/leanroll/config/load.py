@@ -11,13 +11,15 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from leanroll.config.recipes import DistillConfig, RecipeT, RLConfig
 from leanroll.config.schema import field_at, nearest_key, section_of
 from leanroll.errors import ConfigError
+
+SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
 PATH_OPTIONS = (
     "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "teacher.adapter", "bench.gguf",
@@ -69,8 +71,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"Recipe {str(path)!r} is not valid TOML: {error}.") from error
 
 
-def validate(schema: type[RecipeT], data: Mapping[str, Any], where: str = "config") -> RecipeT:
-    """Build a recipe from nested tables; every problem found is in the one ConfigError."""
+def validate(schema: type[SchemaT], data: Mapping[str, Any], where: str = "config") -> SchemaT:
+    """Build a recipe, or another checked table, from nested tables; every problem found is in the one ConfigError."""
     try:
         return schema.model_validate(dict(data))
     except ValidationError as error:
@@ -130,6 +132,15 @@ def apply_override(schema: type[BaseModel], data: dict[str, Any], key: str, text
     Raises:
         ConfigError: no such option.
     """
+    set_option(schema, data, key, None if text == "null" else parse_value(text), Path.cwd())
+
+
+def set_option(schema: type[BaseModel], data: dict[str, Any], key: str, value: Any, folder: Path) -> None:
+    """Set one dotted key in nested tables, in place; None takes it out. A relative path counts from `folder`.
+
+    Raises:
+        ConfigError: no such option.
+    """
     parts = key.split(".")
     _check_key(schema, parts, key)
     base: dict[str, Any] = data
@@ -137,14 +148,14 @@ def apply_override(schema: type[BaseModel], data: dict[str, Any], key: str, text
         if not isinstance(base.setdefault(part, {}), dict):
             raise ConfigError(f"--{key}: {part!r} is {base[part]!r} in the recipe, not a table; fix the recipe first.")
         base = base[part]
-    if text == "null":
+    if value is None:
         base.pop(parts[-1], None)
         return
-    base[parts[-1]] = parse_value(text)
+    base[parts[-1]] = value
     if key in PATH_OPTIONS + PATH_OR_NAME_OPTIONS:
-        resolve_paths(data, Path.cwd(), only=key)
+        resolve_paths(data, folder, only=key)
     elif key == "task.rewards":
-        _resolve_rewards(data, Path.cwd())
+        _resolve_rewards(data, folder)
 
 
 def resolve_paths(data: dict[str, Any], folder: Path, only: str | None = None) -> None:

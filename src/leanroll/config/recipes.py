@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
-from leanroll.config.distillation import DistillationConfig, TeacherConfig
+from leanroll.config.distillation import DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.profile import ProfilingConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -90,6 +91,7 @@ class DistillConfig(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     distill: DistillationConfig = DistillationConfig()
+    guard: GuardConfig = GuardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -113,13 +115,38 @@ class DistillConfig(Section):
         longest = full if distill.full_rollouts else max(distill.num_tokens, distill.final_num_tokens or 0)
         limit = "rollout.max_completion_length" if distill.full_rollouts else "distill.num_tokens"
         _check_training(self.optimizer, self.train, longest, limit)
-        plain = teacher.is_student and not teacher.privileged and teacher.system_prompt is None
-        if plain and self.adapter.path is None:
-            raise ValueError(
-                "the teacher is the student as it starts; nothing would be learned. Set teacher.model, teacher.adapter, "
-                "teacher.privileged or teacher.system_prompt"
-            )
+        if self.guard.every and self.guard.on_alarm == "roll_back":
+            _check_roll_back(self.guard.every, self.train)
+        _check_teacher(teacher, self.adapter)
         reject_inert(self)
+        return self
+
+
+class ProfileConfig(Section):
+    """Everything `leanroll profile` needs: a recipe of `leanroll distill` without its training. All completions are drawn as
+    [rollout] says, full ones up to rollout.max_completion_length."""
+
+    name: str = Field(
+        "distill", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run; starts its folder's name."
+    )
+    model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    distill: DistillationConfig = DistillationConfig()
+    profile: ProfilingConfig = ProfilingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ProfileConfig:
+        _check_teacher(self.teacher, self.adapter)
+        _reject_scorer(self)
+        full, tokens = self.rollout.max_completion_length, self.profile.decay_tokens
+        if tokens and tokens[-1] >= full:
+            raise ValueError(
+                f"profile.decay_tokens goes up to {tokens[-1]}, but completions have at most rollout.max_completion_length = {full} "
+                "tokens, so that nothing would be left to continue; lower the former or raise the latter"
+            )
         return self
 
 
@@ -211,10 +238,32 @@ class DoctorConfig(Section):
 
 
 TrainingRecipe = RLConfig | DistillConfig
-Recipe = TrainingRecipe | GenerateConfig | EvaluateConfig | CalibrateConfig | BenchConfig | DoctorConfig
+Recipe = TrainingRecipe | ProfileConfig | GenerateConfig | EvaluateConfig | CalibrateConfig | BenchConfig | DoctorConfig
 RecipeT = TypeVar(
-    "RecipeT", RLConfig, DistillConfig, GenerateConfig, EvaluateConfig, CalibrateConfig, BenchConfig, DoctorConfig
+    "RecipeT",
+    RLConfig,
+    DistillConfig,
+    ProfileConfig,
+    GenerateConfig,
+    EvaluateConfig,
+    CalibrateConfig,
+    BenchConfig,
+    DoctorConfig,
 )
+
+
+def _check_roll_back(every: int, train: TrainConfig) -> None:
+    """Every probe without an alarm must leave a checkpoint of its step, which must still be there at the next probe."""
+    if train.save_every == 0 or every % train.save_every:
+        raise ValueError(
+            f"guard.on_alarm is 'roll_back' and guard.every = {every} is no multiple of train.save_every = {train.save_every}; a "
+            "probe without an alarm needs a checkpoint of its step to go back to"
+        )
+    if 0 < train.keep_checkpoints < every // train.save_every:
+        raise ValueError(
+            f"guard.on_alarm is 'roll_back', but of the {every // train.save_every} checkpoints between two probes "
+            f"train.keep_checkpoints keeps {train.keep_checkpoints}; raise it, so that the one of the last probe is still there"
+        )
 
 
 def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:
@@ -229,6 +278,15 @@ def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int
         raise ValueError(
             f"train.micro_batch_tokens is {train.micro_batch_tokens}, but a completion can have {limit} = {longest} tokens, and "
             "its prompt comes on top; a micro-batch must hold one sequence"
+        )
+
+
+def _check_teacher(teacher: TeacherConfig, adapter: AdapterConfig) -> None:
+    plain = teacher.is_student and not teacher.privileged and teacher.system_prompt is None
+    if plain and adapter.path is None:
+        raise ValueError(
+            "the teacher is the student as it starts; nothing would be learned. Set teacher.model, teacher.adapter, "
+            "teacher.privileged or teacher.system_prompt"
         )
 
 
@@ -281,6 +339,19 @@ INERT_RULES = (
         "eval.num_prompts is 0 (no evaluation)",
     ),
     InertRule(
+        (
+            "guard.num_prompts",
+            "guard.num_samples",
+            "guard.on_alarm",
+            "guard.max_cap_rise",
+            "guard.max_loop_rise",
+            "guard.max_repeat_rise",
+            "guard.max_length_factor",
+        ),
+        lambda c: c.guard.every == 0,
+        "guard.every is 0 (no guard)",
+    ),
+    InertRule(
         ("distill.num_tokens", "distill.final_num_tokens"),
         lambda c: c.distill.full_rollouts,
         "distill.full_rollouts is true",
@@ -300,7 +371,7 @@ INERT_RULES = (
 )
 
 
-def _reject_scorer(config: GenerateConfig | EvaluateConfig) -> None:
+def _reject_scorer(config: GenerateConfig | EvaluateConfig | ProfileConfig) -> None:
     # The other rules are about options that only training uses, which these recipes leave aside.
     if config.rollout.schedule == "dense" and "scorer" in config.rollout.model_fields_set:
         raise ValueError(f"rollout.scorer is set but has no effect, because {_SCORELESS}; remove it or change that")

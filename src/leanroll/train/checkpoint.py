@@ -54,11 +54,7 @@ class Checkpoints:
             shutil.rmtree(final)
         os.replace(temp, final)
         sync_folder(self.directory)
-        link = self.directory / f"{_TEMP}{LATEST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        os.replace(link, self.directory / LATEST)
-        sync_folder(self.directory)
+        self._point_to(final)
         self._prune()
         return final
 
@@ -89,6 +85,22 @@ class Checkpoints:
                 shutil.rmtree(path)
         for path in self.directory.glob(f"{_TEMP}{_PREFIX}*"):
             shutil.rmtree(path)
+
+    def go_back_to(self, step: int) -> None:
+        """Put the newest checkpoint of `step` or before in force and remove the later ones; without one, all are removed."""
+        kept = [path for path in self._complete() if _step(path) <= step]
+        if kept:
+            self._point_to(kept[-1])
+        else:
+            (self.directory / LATEST).unlink(missing_ok=True)
+        self.drop_newer_than(step)
+
+    def _point_to(self, checkpoint: Path) -> None:
+        link = self.directory / f"{_TEMP}{LATEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint.name)
+        os.replace(link, self.directory / LATEST)
+        sync_folder(self.directory)
 
     def _complete(self) -> list[Path]:
         return sorted((p for p in self.directory.glob(f"{_PREFIX}[0-9]*") if p.is_dir()), key=_step)

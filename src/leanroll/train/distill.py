@@ -19,13 +19,14 @@ import numpy as np
 from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import RunDir
+from leanroll.rundir import EVAL, RunDir
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
 from leanroll.train.collect import rollout_metrics
 from leanroll.train.distill_update import DistillBatch, DistillUpdater, StudentModule
 from leanroll.train.evaluation import Evaluation, evaluate
-from leanroll.train.loop import LoopResult
+from leanroll.train.guard import CollapseGuard
+from leanroll.train.loop import Halt, LoopResult
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
@@ -51,6 +52,7 @@ class DistillSummary:
     run_dir: Path
     last_step: int
     interrupted: bool
+    halted: str | None
     before: float | None
     teacher: float | None
     after: float | None
@@ -71,6 +73,8 @@ class DistillSummary:
             parts.append(f"{self.peak_gib:.1f} GiB at most")
         if self.interrupted:
             parts.append(f"interrupted after step {self.last_step}, continue with --resume")
+        if self.halted is not None:
+            parts.append(f"stopped by itself: {self.halted}")
         return " · ".join([*parts, str(self.run_dir)])
 
 
@@ -126,6 +130,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             device_placement=False,
         )
         self._updater: DistillUpdater | None = None
+        self.guard = self._guard()
 
     # -- Algorithm ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +166,33 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         """Update the student on the batch."""
         if self._updater is None:
             self._updater = DistillUpdater(self.policy, self.module, self.stepper, self.config, self.run, self.display)
-        return batch.metrics | self._updater.update(step, batch) | self.memory()
+        metrics = batch.metrics | self._updater.update(step, batch)
+        if self.guard is not None and self.guard.is_due(step):
+            found, alarms = self.guard.check(step)
+            metrics |= found
+            self._react(step, alarms)
+        return metrics | self.memory()
+
+    def _react(self, step: int, alarms: list[str]) -> None:
+        if not alarms:
+            return
+        assert self.guard is not None
+        text = f"step {step} may have collapsed: {'; '.join(alarms)}."
+        action = self.config.guard.on_alarm
+        self.display.say(text)
+        if action == "stop":
+            self.halt = Halt(text)
+        elif action == "roll_back":
+            self.halt = Halt(f"{text} Back to step {self.guard.last_calm}.", self.guard.last_calm)
+
+    def _guard(self) -> CollapseGuard | None:
+        options = self.config.guard
+        if not options.every:
+            return None
+        prompts = self.encoder.encode(self.task.eval_items(options.num_prompts))
+        sampling = replace(self.sampling, max_completion_length=self.config.rollout.max_completion_length)
+        self.engine.check(prompts, sampling)
+        return CollapseGuard(options, self.engine, prompts, sampling, self.display)
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}", f"KL {metrics.get('distill/reverse_kl', 0.0):.3f}"]
@@ -182,6 +213,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             TeacherError: the lower end of the teacher's margin is below teacher.min_margin.
         """
         metrics = self.preflight.metrics() | self.evaluate(0)
+        if self.guard is not None:
+            metrics |= self.guard.set_baseline(self.run.path / EVAL)
         least = self.config.teacher.min_margin
         if not self.config.teacher.evaluate or not self.eval_items:
             return metrics
@@ -205,6 +238,12 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             "eval/teacher/margin_low_95": margin.low,
             "eval/teacher/margin_high_95": margin.high,
         }
+
+    def on_resume(self, step: int) -> None:
+        if self.guard is not None:
+            self.guard.read_baseline(self.run.path / EVAL)
+            calm = [r["step"] for r in self.run.read_metrics() if r.get("probe/alarms") == 0]
+            self.guard.last_calm = max(calm, default=0)
 
     def _evaluate_teacher(self) -> Evaluation:
         """The teacher answers the held-out prompts as it sees them."""
@@ -254,6 +293,7 @@ def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: fl
         run_dir=run.path,
         last_step=result.last_step,
         interrupted=result.interrupted,
+        halted=result.halted,
         before=held_out[0] if held_out else None,
         teacher=teacher[0] if teacher else None,
         after=held_out[-1] if len(held_out) > 1 else None,

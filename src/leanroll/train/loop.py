@@ -22,12 +22,26 @@ BatchT = TypeVar("BatchT")
 Metrics = dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Why training stops by itself. roll_back_to: the step of the last checkpoint to keep, where the current one is not to be
+    saved."""
+
+    reason: str
+    roll_back_to: int | None = None
+
+
 class Algorithm(Protocol[BatchT]):
     """What a trainer does; the loop decides when. Steps count from 1."""
 
     @property
     def num_updates(self) -> int:
         """Optimizer updates so far; tells whether a diverged step had already changed the parameters."""
+        ...
+
+    @property
+    def halt(self) -> Halt | None:
+        """Set by `update` when training should not go on after this step."""
         ...
 
     def collect(self, step: int) -> BatchT:
@@ -56,10 +70,11 @@ class LoopPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """Where the loop stopped. `interrupted`: by Ctrl-C, after finishing and saving `last_step`."""
+    """Where the loop stopped. interrupted: by Ctrl-C, after finishing and saving `last_step`. halted: why it stopped by itself."""
 
     last_step: int
     interrupted: bool
+    halted: str | None = None
 
 
 def run_loop(
@@ -69,10 +84,13 @@ def run_loop(
     *,
     log: Callable[[int, Mapping[str, float]], None],
     save: Callable[[int], None],
+    forget: Callable[[int], None],
     summarise: Callable[[int, Mapping[str, float]], str],
 ) -> LoopResult:
     """Run steps `plan.first_step` … `plan.num_steps`. A first Ctrl-C finishes the step, saves and returns; a second
     one aborts.
+
+    forget: drops the checkpoints later than a step.
 
     Raises:
         LeanrollError: from the algorithm (it diverged, a reward failed, …); the last step's state is saved first when this
@@ -97,6 +115,14 @@ def run_loop(
             metrics["time/step_s"] = sum(seconds.values())
             log(step, metrics)
             last = step
+            halt = algorithm.halt
+            if halt is not None:
+                if halt.roll_back_to is None:
+                    save(step)
+                else:
+                    forget(halt.roll_back_to)
+                display.step_done(step, summarise(step, metrics))
+                return LoopResult(last, interrupted=False, halted=halt.reason)
             stopping = stop.requested and not final  # asked once: what comes from here on stops the next step
             if final or stopping or _due(step, plan.save_every):
                 save(step)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanroll.config import DistillConfig
+from leanroll.config import DistillConfig, ProfileConfig
 from leanroll.errors import ConfigError
 from leanroll.measure.logprobs import batch_hidden, split_by_sample
 from leanroll.measure.packing import pack
@@ -28,7 +28,7 @@ from leanroll.types import Prompt, RolloutGroup
 class Teacher:
     """policy: the student's own object, with its adapter off or on while it teaches, or one of its own."""
 
-    def __init__(self, config: DistillConfig, student: Policy) -> None:
+    def __init__(self, config: DistillConfig | ProfileConfig, student: Policy) -> None:
         """Load it, in eval mode and without gradients.
 
         Raises:
@@ -98,7 +98,7 @@ class Teacher:
         return tuple(states[sample] for sample in sorted(states))
 
 
-def _load(config: DistillConfig, student: Policy) -> Policy:
+def _load(config: DistillConfig | ProfileConfig, student: Policy) -> Policy:
     options = config.teacher
     name, revision = (options.model, options.revision) if options.model else (config.model.name, config.model.revision)
     path = None if options.adapter is None else adapter_folder(options.adapter)

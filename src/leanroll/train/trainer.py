@@ -27,7 +27,7 @@ from leanroll.tasks.rewards import RewardRunner
 from leanroll.train import checkpoint as ckpt
 from leanroll.train import setup
 from leanroll.train.evaluation import Evaluation, evaluate
-from leanroll.train.loop import LoopPlan, LoopResult, run_loop
+from leanroll.train.loop import Halt, LoopPlan, LoopResult, run_loop
 from leanroll.train.optim import MasterAdamW
 from leanroll.train.progress import RunDisplay
 from leanroll.train.stepper import Stepper
@@ -85,6 +85,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         self.stepper = Stepper(
             self.policy, self.optimizer, self.accelerator, max_grad_norm=config.optimizer.max_grad_norm
         )
+        self.halt: Halt | None = None
         self.last_evaluation: Evaluation | None = None
         self._run: RunDir | None = None
         self._random: dict[str, Any] = {}
@@ -156,6 +157,8 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             if "eval/reward/mean" in metrics:
                 display.say(f"before training · held-out {metrics['eval/reward/mean']:.3f}")
             done = 0
+        else:
+            self.on_resume(done)
         display.clock.take()
         result = run_loop(
             self,
@@ -163,6 +166,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             display,
             log=self._log,
             save=lambda step: self._save(checkpoints, step),
+            forget=checkpoints.go_back_to,
             summarise=self.step_line,
         )
         if config.train.trackers:
@@ -172,6 +176,9 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     def before_training(self) -> dict[str, float]:
         """Metrics of step 0."""
         return self.evaluate(0)
+
+    def on_resume(self, step: int) -> None:
+        """Called instead of `before_training` when a run goes on after `step`."""
 
     def memory(self) -> dict[str, float]:
         """Peak memory so far, as metrics."""

@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leanroll.errors import ConfigError, UserError
-from leanroll.measure.positions import (
-    PositionCurves,
-    TokenScores,
-    cascade,
-    choose_num_tokens,
-    commitment,
-    decay_threshold,
-)
+from leanroll.measure.commitment import TokenScores, commitment
+from leanroll.measure.positions import PositionCurves, cascade, choose_num_tokens, decay_threshold
 
 lengths_of = st.lists(st.integers(1, 14), min_size=1, max_size=6)
 seeds = st.integers(0, 10_000)

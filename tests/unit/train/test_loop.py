@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from leanroll.errors import LeanrollError, RewardError, TrainingDiverged
-from leanroll.train.loop import LoopPlan, LoopResult, run_loop
+from leanroll.train.loop import Halt, LoopPlan, LoopResult, run_loop
 from leanroll.train.progress import RunDisplay
 
 
@@ -18,6 +18,7 @@ class Recorder:
 
     def __init__(self, on_update: Callable[[int], None] | None = None) -> None:
         self.num_updates = 0
+        self.halt: Halt | None = None
         self.events: list[str] = []
         self.logged: dict[int, Mapping[str, float]] = {}
         self.on_summary: Callable[[int], None] = lambda step: None
@@ -51,7 +52,20 @@ class Recorder:
             return ""
 
         with display:
-            return run_loop(self, plan, display, log=log, save=save, summarise=summarise)
+            forget = lambda step: self.events.append(f"forget {step}")  # noqa: E731
+            return run_loop(self, plan, display, log=log, save=save, forget=forget, summarise=summarise)
+
+
+@pytest.mark.parametrize(("roll_back_to", "event"), [(None, "save 2"), (1, "forget 1")])
+def test_a_halt_saves_or_rolls_back(roll_back_to: int | None, event: str) -> None:
+    def halt(step: int) -> None:
+        if step == 2:
+            recorder.halt = Halt("it collapsed", roll_back_to)
+
+    recorder = Recorder(halt)
+    result = recorder.run(LoopPlan(first_step=1, num_steps=5, eval_every=0, save_every=0))
+    assert result == LoopResult(last_step=2, interrupted=False, halted="it collapsed")
+    assert recorder.events == ["update 1", "log 1", "update 2", "log 2", event]
 
 
 def test_order_of_events() -> None:
