@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from leanroll.config import RLConfig, to_toml, validate
+from leanroll.config import DistillConfig, RLConfig, to_toml, validate
 from leanroll.rundir import CALIBRATION, CONFIG, ENVIRONMENT, SCHEDULE, RunDir, write_json, write_text
 
 BIN_TOKENS = 128
@@ -17,6 +17,13 @@ RUN_PLOTS = [
     "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm", "Speed of rollouts", "Time per phase",
 ]  # fmt: skip
 """Plots on the page of `write_run`, in order."""
+DISTILL_PLOTS = [
+    "Reward", "Rewards by name", "Held-out completion length", "KL of student and teacher", "Entropy",
+    "KL by position", "KL by position and step", "Likeliest token", "Dropped mass", "Completion length", "Tokens per step",
+    "Completions cut", "Share of the KV read", "Signs of collapse", "Full-length completions", "Loss", "Gradient norm",
+    "Time per phase", "Speed of rollouts", "Peak memory",
+]  # fmt: skip
+"""Plots on the page of `write_distillation`, in order."""
 CALIBRATION_PLOTS = [
     "Schedules", "Tail by length, target 0.86", "Tail by length, target 0.9", "Tail by budget", "Mean by budget",
     "Distribution of alpha, target 0.86", "Distribution of alpha, target 0.9",
@@ -75,6 +82,61 @@ def _evaluation(step: int, steps: int) -> dict[str, float]:
     return {
         "eval/reward/mean": mean, "eval/low_95": mean - 0.08, "eval/high_95": mean + 0.08, "eval/mean_length": 130.0,
         "time/eval_s": 25.0,
+    }  # fmt: skip
+
+
+def write_distillation(folder: Path, *, steps: int = 24, done: int | None = None, evaluated: bool = True) -> RunDir:
+    """A distillation with everything that a trainer logs. done: last finished step; evaluated: on held-out prompts."""
+    recipe = {
+        "name": "demo", "teacher": {"model": "org/<teacher>", "system_prompt": "Be brief."}, "train": {"steps": steps},
+        "distill": {"num_tokens": 48, "final_num_tokens": 64, "bin_tokens": 16},
+    }  # fmt: skip
+    run = RunDir.create(folder, config_toml=to_toml(validate(DistillConfig, recipe)), environment={"device": "cpu"})
+    done = steps if done is None else done
+    for step in range(done + 1):
+        metrics = _distilling(step) if step else {"preflight/first_token_kl": 0.7, "time/load_s": 5.0}
+        if evaluated:
+            metrics |= _evaluation(step, steps) | _probe(step, steps)
+        if evaluated and not step:
+            metrics |= {"eval/teacher/mean": 0.5, "eval/teacher/margin": 0.3}
+            metrics |= {"eval/teacher/margin_low_95": 0.2, "eval/teacher/margin_high_95": 0.4}
+        run.append_metrics({"step": step, **metrics})
+    run.write_rollouts(done, [{"prompt": "<b>p</b>", "completion": "answer & more", "length": 48}] * 8)
+    if evaluated:
+        for step in {0, done}:
+            rows = {kind: {"mean_reward": 0.1 * step / steps, "num_prompts": 3} for kind in ("title", "quoted")}
+            run.write_eval(step, {"mean_reward": 0.1, "tables": {"kind": rows}})
+        rows = {"title": {"mean_reward": 0.375, "num_prompts": 3}}
+        run.write_teacher_eval({"mean_reward": 0.5, "low_95": 0.42, "high_95": 0.58, "tables": {"kind": rows}})
+    return run
+
+
+def _distilling(step: int) -> dict[str, float]:
+    wave, fall = math.sin(step), math.exp(-step / 8)
+    limit = min(64, 48 + step)
+    metrics = {
+        "distill/num_tokens": limit, "distill/reverse_kl": 0.1 + 0.6 * fall, "distill/forward_kl": 0.15 + 0.7 * fall,
+        "distill/first_token_kl": 0.05 + fall, "distill/student_entropy": 2.0 - 0.02 * step, "distill/teacher_entropy": 1.4,
+        "distill/student_top1": 0.5, "distill/teacher_top1_share": 0.9 - 0.3 * fall, "distill/student_dropped": 0.0,
+        "distill/teacher_dropped": 1e-4, "completion_length/mean": limit - 4 + wave, "completion_length/p50": limit,
+        "completion_length/max": limit, "generated_tokens": 16 * limit, "trained_tokens": 16 * limit, "truncated_share": 0.8,
+        "kv_share_read": 0.7, "loss": 0.1 + 0.6 * fall, "grad_norm": 0.3 + 0.05 * wave, "tokens_per_second": 300 + 30 * wave,
+        "memory/peak_rss_gib": 4.0, "memory/peak_device_gib": 12.0, "time/rollout_s": 20 + wave, "time/teacher_s": 9.0,
+        "time/score_s": 4.0, "time/update_s": 15 + wave, "time/step_s": 48 + 2 * wave,
+    }  # fmt: skip
+    for start in range(0, limit, 16):
+        prefix = f"distill/pos_{start}/"
+        metrics |= {f"{prefix}reverse_kl": (0.1 + 0.6 * fall) * (1 + start / 32), f"{prefix}tokens": 250 - start}
+    return metrics
+
+
+def _probe(step: int, steps: int) -> dict[str, float]:
+    if step not in (0, steps):
+        return {}
+    return {
+        "eval/reward/exact": 0.3, "eval/reward/length": 0.1, "eval/truncated_share": 0.1, "probe/cap_rate": 0.1,
+        "probe/loop_share": 0.0, "probe/repeated_share": 0.05, "probe/distinct_2": 0.8, "probe/length_p10": 60,
+        "probe/length_p50": 130, "probe/length_p90": 400, "probe/alarms": 0, "time/probe_s": 8.0,
     }  # fmt: skip
 
 

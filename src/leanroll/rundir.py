@@ -37,6 +37,8 @@ SCHEDULE = "schedule.json"
 REPORT = "report.html"
 CALIBRATION = "calibration.json"
 """Summary that makes a folder one of `leanroll calibrate`."""
+PROFILE, PROFILE_PAGE = "profile.json", "profile.html"
+"""What `leanroll profile` found, and its page."""
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
 
 TEACHER_EVAL = "teacher.json"

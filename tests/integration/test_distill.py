@@ -22,6 +22,7 @@ from leanroll.models import LoraSpec, load_policy
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
 from leanroll.train import distill, distill_update, guard, stepper
+from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
 from tests.recipe import reward, save_tiny_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -306,6 +307,17 @@ class TestTeachers:
         assert alone
         assert all("lora_" in name for name in alone)
         assert not any(p.requires_grad for p in teacher.policy.model.parameters())
+
+    def test_offload_leaves_the_head(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        """The loss reads the head's weight between two scorings; it may be the embedding too."""
+        for folder in models:  # untied, tied
+            policy = load_policy(folder, dtype="float32")
+            move_body(policy, torch.float64)  # stands in for another device
+            assert policy.head.weight.dtype is torch.float32
+            elsewhere = [p for p in policy.model.parameters() if p.dtype is torch.float64]
+            assert len(elsewhere) == len(list(policy.model.parameters())) - 1
+        with pytest.raises(ConfigError, match="on the CPU already"):
+            distill.run(recipe(models, tmp_path / "run", teacher__offload=True), quiet=True)
 
     def test_a_privileged_prompt(self, models: tuple[Path, Path], tmp_path: Path) -> None:
         """Frozen, the teacher is the base with the adapter off; its states are those of its own prompt."""

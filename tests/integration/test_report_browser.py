@@ -8,7 +8,14 @@ import pytest
 
 from leanroll.cli.main import main
 from tests.browser import DESKTOP, PHONE, find_browser, open_page
-from tests.report_folders import CALIBRATION_PLOTS, RUN_PLOTS, write_calibration, write_run
+from tests.report_folders import (
+    CALIBRATION_PLOTS,
+    DISTILL_PLOTS,
+    RUN_PLOTS,
+    write_calibration,
+    write_distillation,
+    write_run,
+)  # fmt: skip
 
 pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")
@@ -18,14 +25,21 @@ Image = pytest.importorskip("PIL.Image")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     find_browser()
     folder = tmp_path_factory.mktemp("pages")
-    folders = {"run": write_run(folder / "run").path, "calibration": write_calibration(folder / "calibration")}
+    folders = {
+        "run": write_run(folder / "run").path,
+        "distillation": write_distillation(folder / "distillation").path,
+        "calibration": write_calibration(folder / "calibration"),
+    }
     for path in folders.values():
         assert main(["report", str(path)]) == 0
     return {kind: path / "report.html" for kind, path in folders.items()}
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-@pytest.mark.parametrize(("kind", "titles"), [("run", RUN_PLOTS), ("calibration", CALIBRATION_PLOTS)])
+@pytest.mark.parametrize(
+    ("kind", "titles"),
+    [("run", RUN_PLOTS), ("distillation", DISTILL_PLOTS), ("calibration", CALIBRATION_PLOTS)],
+)
 def test_page_is_whole(pages: dict[str, Path], tmp_path: Path, kind: str, titles: list[str], width: int) -> None:
     opened = open_page(pages[kind], width, tmp_path)
     assert opened.titles == titles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from leanroll.cli import training
-from leanroll.cli.training import EXIT_INTERRUPTED, read_config, write_page
+from leanroll.cli.training import EXIT_FAILURE, EXIT_INTERRUPTED, read_config, write_page
 from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError
 
@@ -39,4 +39,6 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from leanroll.train import distill
 
     summary = distill.run(config, resume=arguments.resume, at_end=write_page)
+    if summary.halted is not None:
+        return EXIT_FAILURE
     return EXIT_INTERRUPTED if summary.interrupted else 0

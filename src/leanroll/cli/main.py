@@ -13,7 +13,7 @@ from types import ModuleType
 from rich.console import Console
 
 from leanroll import __version__
-from leanroll.cli import bench, calibrate, distill, doctor, evaluate, report, rl, rollout
+from leanroll.cli import bench, calibrate, distill, doctor, evaluate, profile, report, rl, rollout
 from leanroll.cli.help import options_text, wants_help
 from leanroll.cli.training import EXIT_INTERRUPTED
 from leanroll.config import split_overrides
@@ -24,6 +24,7 @@ from leanroll.errors import LeanrollError, UserError
 VERBS: dict[str, ModuleType] = {
     "rl": rl,
     "distill": distill,
+    "profile": profile,
     "rollout": rollout,
     "eval": evaluate,
     "calibrate": calibrate,

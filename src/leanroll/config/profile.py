@@ -48,19 +48,20 @@ class ProfilingConfig(Section):
             raise ValueError(
                 f"profile.decay_tokens is {list(self.decay_tokens)}; expected ascending lengths, such as [25, 50, 100]"
             )
-        if self.decay_tokens and "decay_points" in self.model_fields_set:
-            raise ValueError(
-                "profile.decay_points is set but has no effect, because profile.decay_tokens names the lengths; leave out one of "
-                "them"
-            )
-        if not self.measures_decay and {"decay_prompts", "delta"} & self.model_fields_set:
-            raise ValueError(
-                "profile.decay_prompts and profile.delta have no effect, because profile.decay_points is 0 (the decay is not "
-                "measured); leave them out"
-            )
+        for field, because in self.inert_fields().items():
+            if field in self.model_fields_set:
+                raise ValueError(f"profile.{field} is set but has no effect, because {because}; leave out one of them")
         return self
 
     @property
     def measures_decay(self) -> bool:
         """Whether the teacher continues the student's completions."""
         return self.decay_points > 0 or bool(self.decay_tokens)
+
+    def inert_fields(self) -> dict[str, str]:
+        """Fields without effect → why; resolved files leave them out."""
+        if self.decay_tokens:
+            return {"decay_points": "profile.decay_tokens names the lengths"}
+        if self.decay_points == 0:
+            return dict.fromkeys(("decay_prompts", "delta"), "profile.decay_points is 0 (the decay is not measured)")
+        return {}

@@ -144,8 +144,8 @@ class ProfileConfig(Section):
         full, tokens = self.rollout.max_completion_length, self.profile.decay_tokens
         if tokens and tokens[-1] >= full:
             raise ValueError(
-                f"profile.decay_tokens goes up to {tokens[-1]}, but completions have at most rollout.max_completion_length = {full} "
-                "tokens, so that nothing would be left to continue; lower the former or raise the latter"
+                f"profile.decay_tokens goes up to {tokens[-1]}, but completions have at most rollout.max_completion_length = "
+                f"{full} tokens, so that nothing would be left to continue; lower the former or raise the latter"
             )
         return self
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from leanroll.config.load import read_toml, validate
-from leanroll.config.recipes import DistillConfig, Recipe, RecipeT, RLConfig, TrainingRecipe, inert_options
+from leanroll.config.recipes import (
+    DistillConfig,
+    ProfileConfig,
+    Recipe,
+    RecipeT,
+    RLConfig,
+    TrainingRecipe,
+    inert_options,
+)
 
 FREE_ON_RESUME = frozenset(
     {
@@ -38,6 +46,9 @@ def to_dict(config: Recipe) -> dict[str, Any]:
         for option in inert_options(config):
             section, _, field = option.partition(".")
             data[section].pop(field, None)
+    if isinstance(config, ProfileConfig):
+        for field in config.profile.inert_fields():
+            data["profile"].pop(field, None)
     return data
 
 

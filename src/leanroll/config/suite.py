@@ -154,7 +154,7 @@ def load_suite(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> S
         taken = [name for name, options in arms.items() if key in options]
         if taken:
             raise ConfigError(
-                f"--{key} changes the base recipe, but {_plural('arm', taken)} of {path} set it too; leave it out, or edit the arms."
+                f"--{key} changes the base recipe, but {_plural('arm', taken)} of {path} set it too; leave it out, or edit those."
             )
         apply_override(DistillConfig, base, key, text)
     suite_folder = Path(folder or f"runs/{config.name}").expanduser().absolute()
@@ -234,7 +234,7 @@ def _check_settable(key: str, shown: str) -> None:
 
 
 def _check_evaluation(suite: Suite, where: str) -> None:
-    """Raise ConfigError unless all arms answer the same held-out prompts under the same conditions."""
+    """Raise ConfigError unless all arms answer the same held-out prompts under the same conditions, after the last step."""
     (reference, *_) = suite.of_arm(suite.config.reference_arm)
     if reference.config.eval.num_prompts == 0:
         raise ConfigError(
@@ -245,6 +245,13 @@ def _check_evaluation(suite: Suite, where: str) -> None:
             f"{where}: compare_at_seconds is set, but eval.every is 0, so that there is no evaluation between the first and the "
             "last step. Set eval.every in the base, or leave compare_at_seconds out."
         )
+    for run in suite.runs:
+        guard = run.config.guard
+        if guard.every and guard.on_alarm != "warn":
+            raise ConfigError(
+                f"{where}: arm {run.arm!r} has guard.on_alarm = {guard.on_alarm!r}, so that its runs may end early and arms "
+                "would be compared after different steps. Set it to 'warn'."
+            )
     shared = {f"rollout.{field}" for field in EVALUATION_ROLLOUT}
     if reference.config.eval.max_completion_length is None:
         shared.add("rollout.max_completion_length")

@@ -2,5 +2,6 @@
 
 from leanroll.report.calibration import is_calibration, write_calibration_report
 from leanroll.report.page import write_report
+from leanroll.report.profile import write_profile_report
 
-__all__ = ["is_calibration", "write_calibration_report", "write_report"]
+__all__ = ["is_calibration", "write_calibration_report", "write_profile_report", "write_report"]

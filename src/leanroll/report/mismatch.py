@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from leanroll.report.curves import Records
 from leanroll.report.layout import table
 from leanroll.report.plots import plot, shade, some_labels, step_axis
+from leanroll.report.positions import bin_starts, draw_by_position, measured, thirds
 
 EXACT_TARGET = 0.90
 """Default target of `leanroll calibrate`, on the exact scale that training measures on."""
@@ -17,14 +16,7 @@ PUBLISHED_TARGET = 0.86
 
 _FEW_TOKENS = 100
 """Below this the 5th percentile rests on fewer than five tokens; such points are hollow."""
-_STAGES = 3
-"""Parts of a run whose steps are averaged."""
-
-
-def bin_starts(records: Records, prefix: str) -> list[int]:
-    """First token of every bin of metrics named `<prefix><start>/…`, ascending."""
-    found = {name.removeprefix(prefix).split("/")[0] for r in records for name in r if name.startswith(prefix)}
-    return sorted(int(start) for start in found)
+_BINS = "mismatch/pos_"
 
 
 def draw_tails(records: Records, target: float | None) -> str:
@@ -85,32 +77,6 @@ def acceptance_table(records: Records) -> str:
     return title + table(["length, tokens", *columns.values()], rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Some consecutive steps. label: "steps 1–13"."""
-
-    label: str
-    records: Records
-
-    def mean(self, start: int, name: str) -> float | None:
-        """Mean over the steps that have tokens in the bin, by their number; None without any."""
-        prefix = f"mismatch/pos_{start}/"
-        found = [(r[prefix + name], r[prefix + "tokens"]) for r in self.records if prefix + name in r]
-        tokens = sum(count for _, count in found)
-        return sum(value * count for value, count in found) / tokens if tokens else None
-
-
-def _stages(records: Records, starts: Sequence[int]) -> list[_Stage]:
-    measured = [r for r in records if any(f"mismatch/pos_{start}/kl" in r for start in starts)]
-    count = min(_STAGES, len(measured))
-    stages = []
-    for number in range(count):
-        part = measured[number * len(measured) // count : (number + 1) * len(measured) // count]
-        first, last = part[0]["step"], part[-1]["step"]
-        stages.append(_Stage(f"step {first}" if first == last else f"steps {first}–{last}", part))
-    return stages
-
-
 def draw_kl_by_position(records: Records, bin_tokens: int) -> str:
     """KL of the sampler to the policy by position in the completion, for parts of the run; empty when not logged."""
     note = (
@@ -118,8 +84,10 @@ def draw_kl_by_position(records: Records, bin_tokens: int) -> str:
         f"{bin_tokens} tokens, weighted by tokens over the steps (mismatch/pos_<start>/kl)."
     )
     lines = (("kl", "-"),)
-    title = "Sampler KL by position"
-    return _draw_by_position(title, records, bin_tokens, lines, note=note, y_label="nats per token", from_zero=True)
+    stages = thirds(measured(records, _BINS, "kl"))
+    return draw_by_position(
+        "Sampler KL by position", stages, _BINS, bin_tokens, lines, note=note, y_label="nats per token", from_zero=True
+    )
 
 
 def draw_ratio_by_position(records: Records, bin_tokens: int) -> str:
@@ -129,33 +97,5 @@ def draw_ratio_by_position(records: Records, bin_tokens: int) -> str:
         "tokens over the steps (mismatch/pos_<start>/ratio_*)."
     )
     lines = (("ratio_mean", "-"), ("ratio_p05", ":"), ("ratio_p95", ":"))
-    return _draw_by_position("Importance ratio by position", records, bin_tokens, lines, note=note)
-
-
-def _draw_by_position(
-    title: str,
-    records: Records,
-    bin_tokens: int,
-    lines: Sequence[tuple[str, str]],
-    *,
-    note: str,
-    y_label: str = "",
-    from_zero: bool = False,
-) -> str:
-    """lines: name of the metric in its bin, and line style; the first one stands in the legend."""
-    starts = bin_starts(records, "mismatch/pos_")
-    if not starts:
-        return ""
-
-    def paint(axes: Any) -> None:
-        for number, stage in enumerate(_stages(records, starts)):
-            for name, style in lines:
-                means = [(start + bin_tokens / 2, stage.mean(start, name)) for start in starts]
-                x, y = zip(*((x, y) for x, y in means if y is not None), strict=True)
-                label = stage.label if name == lines[0][0] else None
-                axes.plot(x, y, marker=".", linewidth=1.2, linestyle=style, color=f"C{number}", label=label)
-        axes.set_xlim(0, starts[-1] + bin_tokens)
-        if from_zero:
-            axes.set_ylim(0, None)
-
-    return plot(title, paint, note=note, x_label="position in the completion, tokens", y_label=y_label)
+    stages = thirds(measured(records, _BINS, "ratio_mean"))
+    return draw_by_position("Importance ratio by position", stages, _BINS, bin_tokens, lines, note=note)

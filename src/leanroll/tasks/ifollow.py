@@ -25,6 +25,7 @@ from leanroll.errors import ConfigError
 from leanroll.tasks.base import RewardSpec, Split, TaskItem, check_count, check_index, item_random
 from leanroll.tasks.ifollow_checks import words
 from leanroll.tasks.ifollow_kinds import BY_NAME, DEFAULT_MIN_WORDS, HELD_OUT_KINDS, KINDS, SEEN_KINDS, Kind
+from leanroll.tasks.ifollow_privileged import privileged_text
 from leanroll.tasks.ifollow_topics import EVAL_TOPICS, REQUESTS, TRAIN_TOPICS, topic_stems
 
 COPY_WORDS = 8
@@ -174,7 +175,9 @@ class IfollowTask:
             "topic": topic if self._require_topic else "",
             "min_words": self._floor(chosen),
         }
-        return TaskItem(index, ({"role": "user", "content": " ".join(parts)},), columns)
+        # A generator of its own: what the teacher is told changes nothing about the item.
+        hint = privileged_text(item_random(self.name, self._seed, split, index, "privileged"), topic, constraints)
+        return TaskItem(index, ({"role": "user", "content": " ".join(parts)},), columns, hint)
 
     def _floor(self, chosen: Sequence[Kind]) -> int:
         short = [kind.min_words for kind in chosen if kind.min_words < DEFAULT_MIN_WORDS]

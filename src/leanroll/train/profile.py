@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,15 @@ from leanroll.tasks import TaskItem
 from leanroll.train import setup
 from leanroll.train.forecast import UPDATE_FACTOR, StepCost, Workload, step_cost
 from leanroll.train.preflight import Finding, Preflight, examine
+from leanroll.train.profile_record import (
+    CURVES,
+    cumulative_kl,
+    decay_findings,
+    length_statistics,
+    plain,
+    records,
+    teacher_name,
+)
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
 from leanroll.train.teacher import Teacher
@@ -44,8 +53,6 @@ from leanroll.train.teacher_decay import Decay, measure_decay
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 TRAJECTORIES = "trajectories.jsonl"
-_CURVES = ("reverse_kl", "student_entropy", "teacher_entropy")
-_DIGITS = 6  # significant ones of a value per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +76,15 @@ class ProfileSummary:
         interval = "" if choice.low is None else f" [{choice.low}, {choice.high}]"
         parts = [f"N = {choice.num_tokens}{interval} tokens", f"knee {'none' if choice.knee is None else choice.knee}"]
         parts.append("no decay threshold" if self.threshold is None else f"teacher holds up to k = {self.threshold}")
-        parts.append(f"{short.step_s:.1f} s per step against {full.step_s:.1f} s full ({full.step_s / short.step_s:.1f}x)")
+        parts.append(
+            f"{short.step_s:.1f} s per step against {full.step_s:.1f} s full ({full.step_s / short.step_s:.1f}x)"
+        )
         if self.errors:
             parts.append(f"{self.errors} errors, see the page" if self.errors > 1 else "1 error, see the page")
         return " · ".join([*parts, str(self.folder / PROFILE_PAGE)])
 
 
-def run(
-    config: ProfileConfig, *, quiet: bool = False, at_end: Callable[[Path], None] | None = None
-) -> ProfileSummary:
+def run(config: ProfileConfig, *, quiet: bool = False, at_end: Callable[[Path], None] | None = None) -> ProfileSummary:
     """Profile a pair of student and teacher.
 
     quiet: show nothing. at_end: gets the folder once profile.json is in it (writes the page).
@@ -126,19 +133,17 @@ class _Profiler:
                 "lower it, or add prompts."
             )
         order = PromptOrder(task.num_train, options.num_prompts, 1, options.seed)
-        self.items = [task.train_item(i) for i in order.indices(1)]
+        self.items: list[TaskItem] = [task.train_item(i) for i in order.indices(1)]
         self.measures_decay = options.measures_decay
         self.rewards: Any = setup.build_rewards(config.task, task) if self.measures_decay else nullcontext()
         # As in training, so that the same modules are timed; a new adapter changes nothing.
-        self.student = setup.build_policy(
-            config.model, config.adapter, training=True, seed=options.seed % 2**31
-        )
-        self.prompts = setup.PromptEncoder(self.student, config.task).encode(self.items)
+        self.student = setup.build_policy(config.model, config.adapter, training=True, seed=options.seed % 2**31)
+        self.prompts: list[Prompt] = setup.PromptEncoder(self.student, config.task).encode(self.items)
         self.engine = setup.build_engine(self.student, schedule, config.rollout)
         self.sampling = setup.sampling_params(self.student, config.rollout, seed=options.seed)
         self.engine.check(self.prompts, self.sampling)
         self.teacher = Teacher(config, self.student)
-        self.teacher_prompts = self.teacher.encode(self.items)
+        self.teacher_prompts: list[Prompt] = self.teacher.encode(self.items)
         self.facts = {"device": str(self.student.device), "kernel": self.engine.backend.name}
         self._step_size = config.distill.prompts_per_step * config.distill.num_generations
 
@@ -152,7 +157,9 @@ class _Profiler:
         if missing:
             findings.append(
                 Finding(
-                    "completions", "warning", f"{len(missing)} of {len(groups)} prompts were left out: {missing[0].reason}"
+                    "completions",
+                    "warning",
+                    f"{len(missing)} of {len(groups)} prompts were left out: {missing[0].reason}",
                 )
             )
         self._keep([bool(group.rollouts) for group in groups])
@@ -165,7 +172,7 @@ class _Profiler:
 
         curves, rates = self._score(groups, preflight)
         settings: dict[str, Any] = {"level": options.level, "seed": options.seed}
-        by_position = PositionCurves.of(**curves, bin_tokens=options.bin_tokens, **settings)
+        by_position = PositionCurves.of(*(curves[name] for name in CURVES), bin_tokens=options.bin_tokens, **settings)
         choice = choose_num_tokens(
             curves["reverse_kl"], [r.finish_reason for r in rollouts], share=options.share, **settings
         )
@@ -177,28 +184,28 @@ class _Profiler:
 
         decay = self._decay(groups) if self.measures_decay else None
         if decay is not None:
-            findings += _decay_findings(decay, choice)
+            findings += decay_findings(decay, choice)
         costs = self._costs(lengths, choice.num_tokens, full_rate, rates)
         result = {
             "name": config.name,
             "model": config.model.name,
-            "teacher": _teacher_name(config),
+            "teacher": teacher_name(config),
             "max_completion_length": config.rollout.max_completion_length,
             "step": {
                 "prompts_per_step": config.distill.prompts_per_step, "num_generations": config.distill.num_generations,
             },
             "findings": findings,
-            "lengths": _length_statistics(lengths, choice.num_capped),
+            "lengths": length_statistics(lengths, choice.num_capped),
             "curves": by_position,
-            "cumulative_kl": _cumulative(curves["reverse_kl"]),
+            "cumulative_kl": cumulative_kl(curves["reverse_kl"]),
             "choice": choice,
             "decay": decay,
             "delta": options.delta,
             "rates": {"full_rollout": full_rate, **rates, "update_factor": UPDATE_FACTOR},
             "costs": [asdict(cost) | {"step_s": cost.step_s} for cost in costs],
         }  # fmt: skip
-        write_jsonl(folder / TRAJECTORIES, _records(groups, curves))
-        write_json(folder / PROFILE, _plain(result))
+        write_jsonl(folder / TRAJECTORIES, records(groups, curves))
+        write_json(folder / PROFILE, plain(result))
         return ProfileSummary(
             folder=folder,
             choice=choice,
@@ -223,7 +230,9 @@ class _Profiler:
         wrong = [f for f in findings if f.level != "ok"]
         for finding in wrong:
             self.display.say(f"{finding.level}: {finding.text}")
-        self.display.step_done(1, f"preflight · first-token KL {found.first_token_kl:.2f} nats · {len(wrong)} to look at")
+        self.display.step_done(
+            1, f"preflight · first-token KL {found.first_token_kl:.2f} nats · {len(wrong)} to look at"
+        )
         return found, findings
 
     def _keep(self, kept: Sequence[bool]) -> None:
@@ -232,14 +241,14 @@ class _Profiler:
         def those(values: Sequence[Any]) -> list[Any]:
             return [value for value, keep in zip(values, kept, strict=True) if keep]
 
-        self.items: list[TaskItem] = those(self.items)
-        self.prompts: list[Prompt] = those(self.prompts)
-        self.teacher_prompts: list[Prompt] = those(self.teacher_prompts)
+        self.items = those(self.items)
+        self.prompts = those(self.prompts)
+        self.teacher_prompts = those(self.teacher_prompts)
 
     def _generate(self, sampling: SamplingParams) -> tuple[list[RolloutGroup], float]:
         """One completion per prompt, in batches of a step's size; and completion tokens/s, the median over whole batches."""
         groups: list[RolloutGroup] = []
-        rates = []
+        rates: list[float] = []
         for start in range(0, len(self.prompts), self._step_size):
             part = self.prompts[start : start + self._step_size]
             with self.display.phase("rollout", total=len(part)):
@@ -256,7 +265,7 @@ class _Profiler:
         self, groups: Sequence[RolloutGroup], preflight: Preflight
     ) -> tuple[dict[str, list[np.ndarray]], dict[str, float]]:
         """Per completion KL and entropies, nats [T]; and inputs/s of the teacher and of the student with the divergence."""
-        curves: dict[str, list[np.ndarray]] = {name: [] for name in _CURVES}
+        curves: dict[str, list[np.ndarray]] = {name: [] for name in CURVES}
         rates: dict[str, list[float]] = {"teacher": [], "student": []}
         most = self.config.profile.micro_batch_tokens
         for start in range(0, len(groups), self._step_size):
@@ -272,7 +281,7 @@ class _Profiler:
                 began = self._now()
                 found = self._divergence(part, states, preflight)
                 rates["student"].append((fed + sum(len(g.prompt.token_ids) for g in part)) / (self._now() - began))
-            for name in _CURVES:
+            for name in CURVES:
                 curves[name] += [found[i][name] for i in range(len(part))]
         return curves, {name: float(np.median(values)) for name, values in rates.items()}
 
@@ -294,7 +303,7 @@ class _Profiler:
                     kl_temperature=self.config.distill.kl_temperature,
                     vocabulary=preflight.vocabulary,
                 )
-            for name in _CURVES:
+            for name in CURVES:
                 for sample, values in split_by_sample(getattr(result, name), batch).items():
                     found.setdefault(sample, {})[name] = values.double().cpu().numpy()
         return found
@@ -319,9 +328,7 @@ class _Profiler:
         self.display.step_done(4, f"teacher's decay · reward {rewards} · student {decay.points[0].student.mean:.3f}")
         return decay
 
-    def _costs(
-        self, lengths: np.ndarray, num_tokens: int, full_rate: float, rates: dict[str, float]
-    ) -> list[StepCost]:
+    def _costs(self, lengths: np.ndarray, num_tokens: int, full_rate: float, rates: dict[str, float]) -> list[StepCost]:
         """At N, at the recipe's number of tokens if it is another, and full; rollouts of each length are timed."""
         config, full = self.config, self.config.rollout.max_completion_length
         own = config.distill.num_tokens
@@ -339,9 +346,7 @@ class _Profiler:
         for limit in limits:
             _, rate = self._generate(replace(self.sampling, max_completion_length=limit))
             costs.append(
-                step_cost(
-                    limit, work, rollout_rate=rate, teacher_rate=rates["teacher"], student_rate=rates["student"]
-                )
+                step_cost(limit, work, rollout_rate=rate, teacher_rate=rates["teacher"], student_rate=rates["student"])
             )
         costs.append(
             step_cost(full, work, rollout_rate=full_rate, teacher_rate=rates["teacher"], student_rate=rates["student"])
@@ -358,71 +363,3 @@ def _folder(config: ProfileConfig) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"profile.run_dir {str(folder)!r} is not a new or empty folder; choose another.")
     return folder
-
-
-def _decay_findings(decay: Decay, choice: NumTokensChoice) -> list[Finding]:
-    found = [Finding("teacher's decay", "warning", note) for note in decay.notes]
-    if decay.threshold is None:
-        return found
-    last = decay.points[-1].k
-    text = f"The teacher makes good what the student began up to k = {decay.threshold}"
-    text += ", the last length measured." if decay.threshold == last else f"; at k = {last} it no longer does."
-    if choice.num_tokens > decay.threshold and decay.threshold < last:
-        text += f" N = {choice.num_tokens} lies beyond: the last of these tokens teach little."
-        return [*found, Finding("teacher's decay", "warning", text, choice.num_tokens, decay.threshold)]
-    return [*found, Finding("teacher's decay", "ok", text)]
-
-
-def _teacher_name(config: ProfileConfig) -> str:
-    options = config.teacher
-    parts = [options.model or "the student's base"]
-    if options.adapter is not None:
-        parts.append(f"adapter {options.adapter}")
-    if options.privileged:
-        parts.append("privileged prompt")
-    if options.system_prompt is not None:
-        parts.append("system prompt of its own")
-    return ", ".join(parts)
-
-
-def _length_statistics(lengths: np.ndarray, num_capped: int) -> dict[str, float]:
-    """Of full completions, tokens (D7)."""
-    p10, p50, p90 = (float(x) for x in np.quantile(lengths, [0.1, 0.5, 0.9]))
-    mean, share = float(lengths.mean()), num_capped / len(lengths)
-    return {"num": len(lengths), "p10": p10, "p50": p50, "p90": p90, "mean": mean, "capped_share": share}
-
-
-def _cumulative(reverse_kl: Sequence[np.ndarray]) -> list[float]:
-    """Share of the total KL in the first 1, 2, … tokens."""
-    total = np.zeros(max(map(len, reverse_kl)))
-    for values in reverse_kl:
-        total[: len(values)] += values
-    return (np.cumsum(total) / total.sum()).tolist()
-
-
-def _records(groups: Sequence[RolloutGroup], curves: dict[str, list[np.ndarray]]) -> Iterator[dict[str, Any]]:
-    for i, group in enumerate(groups):
-        rollout = group.rollouts[0]
-        yield {
-            "prompt_index": group.prompt.index,
-            "prompt": group.prompt.text,
-            "completion": rollout.text,
-            "finish_reason": rollout.finish_reason,
-            "token_ids": list(rollout.token_ids),
-            **{name: [float(f"{x:.{_DIGITS}g}") for x in curves[name][i]] for name in _CURVES},
-        }
-
-
-def _plain(value: Any) -> Any:
-    """JSON-ready; NaN becomes null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

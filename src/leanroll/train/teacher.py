@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,13 +68,9 @@ class Teacher:
             if self._adapter_off:
                 stack.enter_context(self.policy.adapter_disabled())
             if self._home is not None:
-                self.policy.model.to(self._home)  # type: ignore[arg-type]
-                stack.callback(self._send_away)
+                move_body(self.policy, self._home)
+                stack.callback(move_body, self.policy, torch.device("cpu"))
             yield self.policy
-
-    def _send_away(self) -> None:
-        model: Any = self.policy.model
-        model.to("cpu")
 
     def hidden_states(
         self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], max_tokens: int
@@ -96,6 +91,14 @@ class Teacher:
             for batch in pack(seen, max(max_tokens, longest)):
                 states |= split_by_sample(batch_hidden(policy, batch), batch)
         return tuple(states[sample] for sample in sorted(states))
+
+
+def move_body(policy: Policy, to: torch.device | torch.dtype) -> None:
+    """Move all of a model but its head, in place: the head's weight is read by the loss too, outside of scoring."""
+    head = {id(tensor) for tensor in (policy.head.weight, policy.head.bias) if tensor is not None}
+    for tensor in (*policy.model.parameters(), *policy.model.buffers()):
+        if id(tensor) not in head:
+            tensor.data = tensor.data.to(to)
 
 
 def _load(config: DistillConfig | ProfileConfig, student: Policy) -> Policy:

@@ -220,7 +220,7 @@ def _point(
     for kind in kinds:
         of_kind = [i for i in used if str(items[i].columns.get(_KIND)) == kind]
         means = [float(values[of_kind].mean()) for values in (continued, own_prefix, student)]
-        by_kind[kind] = KindDecay(*means, num_prompts=len(of_kind))
+        by_kind[kind] = KindDecay(means[0], means[1], means[2], len(of_kind))
     return DecayPoint(
         k=k,
         num_prompts=len(used),
@@ -238,14 +238,17 @@ def _read(points: tuple[DecayPoint, ...], delta: float) -> Decay:
     first, notes = points[0], []
     if not first.gap > 0:
         note = (
-            f"The teacher's mean reward is {first.at_zero.mean:.3f} and the student's {first.student.mean:.3f} on {first.num_prompts} "
-            "prompts; expected the teacher's to be higher. There is no lead that could decay: take a better teacher, or more prompts."
+            f"On {first.num_prompts} prompts the teacher's mean reward is {first.at_zero.mean:.3f} and the student's "
+            f"{first.student.mean:.3f}; expected the teacher's to be higher. There is no lead that could decay: take a better "
+            "teacher, or more prompts."
         )
         return Decay(points, None, (note,))
     used = [p for p in points if p.gap > 0]
     if len(used) < len(points):
         left_out = ", ".join(str(p.k) for p in points if not p.gap > 0)
-        notes.append(f"At k = {left_out} the teacher does not beat the student on the prompts left, so that k was left out.")
+        notes.append(
+            f"At k = {left_out} the teacher does not beat the student on the prompts left, so that k was left out."
+        )
     threshold = decay_threshold(
         [p.k for p in used],
         [p.continued.mean for p in used],

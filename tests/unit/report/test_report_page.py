@@ -10,7 +10,8 @@ from leanroll.cli.main import main
 from leanroll.config import RLConfig, to_toml
 from leanroll.errors import MissingExtra, ResumeError
 from leanroll.report import write_report
-from leanroll.report.mismatch import acceptance_table, bin_starts
+from leanroll.report.mismatch import acceptance_table
+from leanroll.report.positions import bin_starts
 from leanroll.rundir import RunDir
 from tests.report_folders import RUN_PLOTS, write_run
 

@@ -1,0 +1,226 @@
+"""What the page of a distillation shows of its own: rewards beside the teacher's, divergence, tokens, updates, cost."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from leanroll.report.curves import (
+    GRADIENT,
+    LENGTHS,
+    SPEED,
+    Panel,
+    Records,
+    Reference,
+    draw_panel,
+    draw_phases,
+    draw_rewards,
+    rewards_by_name,
+)  # fmt: skip
+from leanroll.report.layout import grid
+from leanroll.report.positions import draw_by_position, draw_position_map, first_middle_last, measured
+from leanroll.report.tables import phase_table, summary_table, teacher_evaluation
+from leanroll.rundir import RunDir
+
+_BINS = "distill/pos_"
+
+_SUMMARY = (
+    ("eval/reward/mean", "held-out reward"),
+    ("distill/reverse_kl", "KL(student ‖ teacher)"),
+    ("distill/forward_kl", "KL(teacher ‖ student)"),
+    ("distill/first_token_kl", "KL(student ‖ teacher) at the first token"),
+    ("distill/teacher_top1_share", "same likeliest token"),
+    ("distill/num_tokens", "tokens per completion at most, N"),
+    ("completion_length/mean", "completion length"),
+    ("truncated_share", "completions cut at N"),
+    ("distill/student_dropped", "probability dropped, student"),
+    ("distill/teacher_dropped", "probability dropped, teacher"),
+    ("tokens_per_second", "rollout speed"),
+    ("time/step_s", "time per step"),
+    ("memory/peak_rss_gib", "peak memory, process"),
+    ("memory/peak_device_gib", "peak memory, accelerator"),
+)
+
+_DIVERGENCE = Panel(
+    "KL of student and teacher",
+    (
+        ("distill/reverse_kl", "student ‖ teacher"),
+        ("distill/forward_kl", "teacher ‖ student"),
+        ("distill/first_token_kl", "student ‖ teacher, first token"),
+    ),
+    "Per token over the full vocabulary",
+    from_zero=True,
+)
+_ENTROPY = Panel(
+    "Entropy",
+    (("distill/student_entropy", "student"), ("distill/teacher_entropy", "teacher")),
+    "Per token, on the student's tokens",
+)
+_AGREEMENT = Panel(
+    "Likeliest token",
+    (
+        ("distill/teacher_top1_share", "the same on both sides, share"),
+        ("distill/student_top1", "its probability, student"),
+    ),
+)
+_DROPPED = Panel(
+    "Dropped mass",
+    (("distill/student_dropped", "student"), ("distill/teacher_dropped", "teacher")),
+    "Mean probability on ids that the other side lacks",
+    from_zero=True,
+)
+_TOKENS = (
+    Panel(
+        "Completion length",
+        (*LENGTHS, ("distill/num_tokens", "at most, N")),
+        dashed=("distill/num_tokens",),
+        from_zero=True,
+    ),
+    Panel(
+        "Tokens per step",
+        (("trained_tokens", "in the loss"), ("generated_tokens", "generated")),
+        dashed=("generated_tokens",),
+        from_zero=True,
+    ),
+    Panel("Completions cut", (("truncated_share", "at N"), ("eval/truncated_share", "held out, at the full length"))),
+)
+_HELD_OUT_LENGTH = Panel("Held-out completion length", (("eval/mean_length", "mean"),), "Mean, at the full length")
+_PROBES = (
+    Panel(
+        "Signs of collapse",
+        (
+            ("probe/cap_rate", "at the length limit"),
+            ("probe/loop_share", "end in a loop"),
+            ("probe/repeated_share", "tokens repeated"),
+            ("probe/distinct_2", "different pairs of tokens"),
+        ),
+        "Shares, full-length completions of held-out prompts",
+    ),
+    Panel(
+        "Full-length completions",
+        (
+            ("probe/length_p10", "10th percentile"),
+            ("probe/length_p50", "median"),
+            ("probe/length_p90", "90th percentile"),
+        ),
+        "Length, on held-out prompts",
+        from_zero=True,
+    ),
+)
+_KV_READ = Panel("Share of the KV read", (("kv_share_read", "rollouts"),))
+_LOSS = Panel("Loss", (("loss", "loss"),))
+_MEMORY = Panel(
+    "Peak memory",
+    (("memory/peak_rss_gib", "process"), ("memory/peak_device_gib", "accelerator")),
+    "Largest so far",
+    from_zero=True,
+)
+
+
+def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]:
+    """Parts of the page, below its title; empty where the run has no data."""
+    teacher = teacher_evaluation(run)
+    reference = None
+    if teacher is not None:
+        reference = Reference("teacher", teacher["mean_reward"], teacher["low_95"], teacher["high_95"])
+    by_name = rewards_by_name(records, "eval/reward/", "Held out, mean over completions, before weights")
+    held_out = [draw_rewards(records, reference), draw_panel(by_name, records), draw_panel(_HELD_OUT_LENGTH, records)]
+    divergence = [
+        draw_panel(_DIVERGENCE, records),
+        draw_panel(_ENTROPY, records),
+        *_by_position(records, config["distill"].get("bin_tokens", 0)),
+        draw_panel(_AGREEMENT, records),
+        _unless_always(_DROPPED, 0, records),
+    ]
+    tokens = [*(draw_panel(panel, records) for panel in _TOKENS), _unless_always(_KV_READ, 1, records)]
+    updates = [draw_panel(_LOSS, records), draw_panel(GRADIENT, records)]
+    cost = [draw_phases(records), draw_panel(SPEED, records), draw_panel(_MEMORY, records)]
+    return [
+        f"<p>{html.escape(_what(records, config))}</p>",
+        f"<p>{_outcome(records, reference)}</p>",
+        summary_table(records, _SUMMARY),
+        _section("Held-out reward", held_out),
+        _section("Divergence of student and teacher", divergence),
+        _section("Tokens", tokens),
+        _section("Full-length probes", [draw_panel(panel, records) for panel in _PROBES]),
+        _section("Updates", updates),
+        _section("Time and memory", cost, phase_table(records)),
+    ]
+
+
+def _section(title: str, figures: Sequence[str], rest: str = "") -> str:
+    """Empty without a figure."""
+    found = [figure for figure in figures if figure]
+    return f"<h2>{html.escape(title)}</h2>{grid(found)}{rest}" if found else ""
+
+
+def _unless_always(panel: Panel, value: float, records: Records) -> str:
+    """The plot, empty where all of it is one value that says nothing (the summary has it)."""
+    names = [name for name, _ in panel.lines]
+    return draw_panel(panel, records) if any(r.get(name, value) != value for r in records for name in names) else ""
+
+
+def _by_position(records: Records, bin_tokens: int) -> list[str]:
+    """KL by position: some steps beside each other, and a map of all."""
+    where = f"in bins of {bin_tokens} tokens (distill/pos_<start>/reverse_kl)."
+    curves = draw_by_position(
+        "KL by position",
+        first_middle_last(measured(records, _BINS, "reverse_kl")),
+        _BINS,
+        bin_tokens,
+        (("reverse_kl", "-"),),
+        note=f"KL(student ‖ teacher) per token at the start, in the middle and at the end of the run, {where}",
+        y_label="nats per token",
+        from_zero=True,
+    )
+    note = f"KL(student ‖ teacher) per token, {where} Blank: no token."
+    return [
+        curves,
+        draw_position_map("KL by position and step", records, _BINS, bin_tokens, "reverse_kl", note=note, unit="nats"),
+    ]
+
+
+def _what(records: Records, config: dict[str, Any]) -> str:
+    """Who learned from whom, on how many tokens, and how far the run got."""
+    limits = [r["distill/num_tokens"] for r in records if "distill/num_tokens" in r]
+    text = f"{config['model']['name']} learns from {_teacher(config['teacher'])}"
+    if limits:
+        ends = f"{limits[0]:g}" if limits[0] == limits[-1] else f"{limits[0]:g} to {limits[-1]:g}"
+        text += f", on its own completions of at most {ends} tokens"
+    last, steps = records[-1]["step"], config["train"]["steps"]
+    return f"{text}. {steps} steps." if last >= steps else f"{text}. {last} of {steps} steps done."
+
+
+def _teacher(teacher: dict[str, Any]) -> str:
+    name = teacher.get("model") or ("itself" if teacher.get("weights") == "current" else "its own start")
+    extras = [
+        f"the adapter {teacher['adapter']}" if "adapter" in teacher else "",
+        "a system prompt of its own" if "system_prompt" in teacher else "",
+        "the task's privileged prompt" if teacher.get("privileged") else "",
+    ]
+    found = [extra for extra in extras if extra]
+    return f"{name} with {' and '.join(found)}" if found else str(name)
+
+
+def _outcome(records: Records, reference: Reference | None) -> str:
+    """Held-out rewards of the student before and after, and of the teacher with its margin, as HTML."""
+    results = [r for r in records if "eval/reward/mean" in r]
+    parts = [f"step {r['step']}: {_student(r)}" for r in (results[0], results[-1])[: len(results)]] if results else []
+    if reference is not None:
+        text = f"teacher: {reference.mean:.3f} [{reference.low:.3f}, {reference.high:.3f}]"
+        margin = next((r for r in records if "eval/teacher/margin" in r), None)
+        if margin is not None:
+            value, low, high = (margin[f"eval/teacher/margin{end}"] for end in ("", "_low_95", "_high_95"))
+            text += f", {value:+.3f} [{low:+.3f}, {high:+.3f}] against the student before training"
+        parts.append(text)
+    if not parts:
+        return "No held-out evaluation."
+    return (
+        f"<strong>Held-out reward: {html.escape('; '.join(parts))}.</strong> In brackets: 95 % intervals over prompts."
+    )
+
+
+def _student(record: dict[str, Any]) -> str:
+    low, high = record.get("eval/low_95"), record.get("eval/high_95")
+    return f"{record['eval/reward/mean']:.3f}" + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
