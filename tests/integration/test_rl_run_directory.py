@@ -11,7 +11,8 @@ from leanroll.config import to_toml
 from leanroll.errors import ConfigError, ResumeError, RunDirInUse
 from leanroll.rundir import RunDir
 from leanroll.rundir_lock import run_lock
-from leanroll.train import rl
+from leanroll.tasks.rewards import RewardRunner
+from leanroll.train import rl, session
 from tests.recipe import save_tiny_model, tiny_recipe
 
 
@@ -37,7 +38,7 @@ def test_resume_refuses_what_would_change_the_run(model: Path, tmp_path: Path) -
     summary = rl.run(tiny_recipe(model, run, train__steps=2), resume=True, quiet=True)
     assert summary.last_step == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "write_text", _refuse)  # root could write to a read-only folder
+        patch.setattr(session, "write_text", _refuse)  # root could write to a read-only folder
         with pytest.raises(ResumeError, match="cannot be written"):
             rl.run(tiny_recipe(model, run, train__steps=3), resume=True, quiet=True)
     schedule = model / "schedule.json"
@@ -86,14 +87,14 @@ def test_one_process_trains_in_a_run_directory(
 def test_two_new_runs_in_one_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both found it free before they read their model."""
     run = tmp_path / "run"
-    start = rl.RewardRunner.start
+    start = RewardRunner.start
 
-    def slow(rewards: rl.RewardRunner) -> None:
+    def slow(rewards: RewardRunner) -> None:
         start(rewards)
         other.__enter__()
 
     other = run_lock(run)
-    monkeypatch.setattr(rl.RewardRunner, "start", slow)
+    monkeypatch.setattr(RewardRunner, "start", slow)
     with pytest.raises(RunDirInUse):
         rl.run(tiny_recipe(model, run), quiet=True)
     other.__exit__(None, None, None)

@@ -13,7 +13,7 @@ from accelerate.utils import LoggerType
 from leanroll.config.training import Tracker
 from leanroll.errors import ConfigError
 from leanroll.rundir import RunDir
-from leanroll.train import rl
+from leanroll.train import rl, trainer
 from tests.recipe import save_tiny_model, tiny_recipe
 
 TRACKERS = get_args(Tracker)
@@ -61,7 +61,7 @@ def test_a_tracker_that_is_not_installed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     others = [LoggerType(other) for other in TRACKERS if other != name]
-    monkeypatch.setattr(rl, "get_available_trackers", lambda: others)
+    monkeypatch.setattr(trainer, "get_available_trackers", lambda: others)
     with pytest.raises(
         ConfigError, match=rf"names {name}, which is not installed; run `pip install 'leanroll\[trackers\]'`"
     ):
