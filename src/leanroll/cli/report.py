@@ -1,4 +1,4 @@
-"""`leanroll report`: a run or calibration directory as one HTML page."""
+"""`leanroll report`: a run (of `rl` or `distill`) or calibration directory as one HTML page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from leanroll.cli.output import check_output
 
-HELP = "Write a run or calibration directory as one self-contained HTML page (needs the extra `report`)."
+HELP = "Write a run (of `rl` or `distill`) or calibration directory as one self-contained HTML page (needs the extra `report`)."
 SCHEMA = None
 
 
