@@ -8,6 +8,7 @@ runs/quickstart-20260102-030405/
   rollouts/step-000012.jsonl    completions of that step
   eval/step-000012.json         held-out evaluation
   eval/teacher.json             the same of the teacher, before a distillation
+  full-step.json          a step against one of full rollouts (distill.compare_full)
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
   report.html             the page of `leanroll report`
@@ -42,6 +43,7 @@ PROFILE, PROFILE_PAGE = "profile.json", "profile.html"
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
 
 TEACHER_EVAL = "teacher.json"
+FULL_STEP = "full-step.json"
 
 _FOLDERS = (ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS)
 _UNFINISHED = re.compile(rf"^\.({CONFIG}|{ENVIRONMENT})\..*\.tmp$")

@@ -86,6 +86,34 @@ def test_follows_the_teacher_and_leaves_a_complete_run(models: tuple[Path, Path]
     AutoPeftModelForCausalLM.from_pretrained(run / "checkpoints" / "latest" / "policy", local_files_only=True)
 
 
+def test_comparison_with_a_full_step_changes_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    weights, found = [], []
+    for name, compare in (("without", False), ("with", True)):
+        summary = distill.run(
+            recipe(models, tmp_path / name, train__steps=2, distill__compare_full=compare), quiet=True
+        )
+        state = torch.load(tmp_path / name / "checkpoints" / "latest" / "trainer.pt", weights_only=True)
+        weights.append(state["optimizer"]["masters"])
+        found.append(summary)
+        final = RunDir.open(tmp_path / name).read_metrics()[-1]
+        assert final["completion_length/max"] <= 6
+    for key, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][key]), key
+    assert found[0].comparison is None
+    comparison = found[1].comparison
+    assert comparison is not None
+    assert (comparison.early.num_tokens, comparison.full.num_tokens) == (6, 12)
+    assert comparison.full.mean_length > comparison.early.mean_length
+    assert json.loads((tmp_path / "with" / "full-step.json").read_text())["full"]["num_tokens"] == 12
+    assert "with full rollouts" in found[1].line()
+
+
+def test_comparison_needs_room_for_a_full_rollout(models: tuple[Path, Path], tmp_path: Path) -> None:
+    config = recipe(models, tmp_path / "run", distill__compare_full=True, train__micro_batch_tokens=30)
+    with pytest.raises(ConfigError, match="with 12 completion tokens"):
+        distill.run(config, quiet=True)
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "all weights"])
 def test_micro_batches_do_not_change_a_step(models: tuple[Path, Path], tmp_path: Path, full: bool) -> None:
     changes: dict[str, Any] = {"train__steps": 2, "distill__num_generations": 2}

@@ -156,6 +156,11 @@ class DistillationConfig(Section):
         None, ge=1, description="Tokens per completion that `selection` takes. None for `all` and `increasing`."
     )
     bin_tokens: Int = Field(16, ge=1, description="Width of a bin of positions in the metrics, tokens.")
+    compare_full: Bool = Field(
+        False,
+        description="After the last step, run one more as it is and one with full rollouts, neither applied: seconds and memory of "
+        "both, for the closing line.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillationConfig:

@@ -352,7 +352,7 @@ INERT_RULES = (
         "guard.every is 0 (no guard)",
     ),
     InertRule(
-        ("distill.num_tokens", "distill.final_num_tokens"),
+        ("distill.num_tokens", "distill.final_num_tokens", "distill.compare_full"),
         lambda c: c.distill.full_rollouts,
         "distill.full_rollouts is true",
     ),

@@ -28,6 +28,7 @@ FREE_ON_RESUME = frozenset(
         "rollout.kv_memory_gib",
         "rollout.schedule",
         "task.reward_workers",
+        "distill.compare_full",
     }
 )
 """Options that may change when a run is resumed: they enter no formula. (kv_memory_gib can change which sequences are decoded

@@ -18,10 +18,10 @@ from leanroll.report.curves import (
     draw_rewards,
     rewards_by_name,
 )  # fmt: skip
-from leanroll.report.layout import grid
+from leanroll.report.layout import grid, table
 from leanroll.report.positions import draw_by_position, draw_position_map, first_middle_last, measured
-from leanroll.report.tables import phase_table, summary_table, teacher_evaluation
-from leanroll.rundir import RunDir
+from leanroll.report.tables import phase_table, read_json, summary_table, teacher_evaluation
+from leanroll.rundir import FULL_STEP, RunDir
 
 _BINS = "distill/pos_"
 
@@ -139,6 +139,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
     return [
         f"<p>{html.escape(_what(records, config))}</p>",
         f"<p>{_outcome(records, reference)}</p>",
+        _full_step(run),
         summary_table(records, _SUMMARY),
         _section("Held-out reward", held_out),
         _section("Divergence of student and teacher", divergence),
@@ -147,6 +148,26 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
         _section("Updates", updates),
         _section("Time and memory", cost, phase_table(records)),
     ]
+
+
+def _full_step(run: RunDir) -> str:
+    """A step beside one of full rollouts, where that was measured."""
+    path = run.path / FULL_STEP
+    if not path.is_file():
+        return ""
+    found = read_json(path)
+    rows = [
+        [
+            label,
+            str(step["num_tokens"]),
+            f"{step['mean_length']:.1f}",
+            f"{step['seconds']:.2f}",
+            "" if step["peak_gib"] is None else f"{step['peak_gib']:.2f}",
+        ]
+        for label, step in (("as trained", found["early"]), ("full rollouts", found["full"]))
+    ]
+    head = ["one more step, not applied", "tokens at most", "generated per completion", "s", "peak memory, GiB"]
+    return table(head, rows)
 
 
 def _section(title: str, figures: Sequence[str], rest: str = "") -> str:

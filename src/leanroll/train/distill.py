@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ import numpy as np
 from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import EVAL, RunDir
+from leanroll.rundir import EVAL, FULL_STEP, RunDir, write_json
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
 from leanroll.train.collect import rollout_metrics
 from leanroll.train.distill_update import DistillBatch, DistillUpdater, StudentModule
 from leanroll.train.evaluation import Evaluation, evaluate
+from leanroll.train.full_step import FullComparison, StepMeasurement
 from leanroll.train.guard import CollapseGuard
 from leanroll.train.loop import Halt, LoopResult
 from leanroll.train.preflight import preflight
@@ -47,6 +48,7 @@ class DistillSummary:
 
     before, after, teacher: held-out mean reward of the student before and after, and of the teacher. step_s: median seconds per
     step, without evaluations and checkpoints. peak_gib: largest resident memory of the process (of the GPU, where there is one).
+    comparison: with distill.compare_full.
     """
 
     run_dir: Path
@@ -58,6 +60,7 @@ class DistillSummary:
     after: float | None
     step_s: float | None
     peak_gib: float | None
+    comparison: FullComparison | None
     seconds: float
 
     def line(self) -> str:
@@ -67,7 +70,9 @@ class DistillSummary:
             parts.append(f"held-out reward {self.before:.3f} → {self.after:.3f}")
         if self.teacher is not None:
             parts.append(f"teacher {self.teacher:.3f}")
-        if self.step_s is not None:
+        if self.comparison is not None:
+            parts.append(self.comparison.line())
+        elif self.step_s is not None:
             parts.append(f"{self.step_s:.1f} s per step")
         if self.peak_gib is not None:
             parts.append(f"{self.peak_gib:.1f} GiB at most")
@@ -117,6 +122,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             forbidden_token_ids=self.preflight.forbidden,
         )
         ends = [options.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
+        if options.compare_full:
+            ends.append(None)
         longest = max(tokens or config.rollout.max_completion_length for tokens in ends)
         need = max(len(p.token_ids) for p in prompts) + longest - 1
         if need > config.train.micro_batch_tokens:
@@ -136,10 +143,15 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
 
     def collect(self, step: int) -> DistillBatch:
         """Generate up to the step's number of tokens, and let the teacher read along."""
+        batch = self._batch(step, self.config.distill.tokens_at(step, self.config.train.steps))
+        self.run.write_rollouts(step, _records(batch.groups))
+        return batch
+
+    def _batch(self, step: int, tokens: int | None) -> DistillBatch:
+        """Completions of at most `tokens` tokens (None: full ones) with the teacher's states."""
         config = self.config
         items = [self.task.train_item(i) for i in self.order.indices(step)]
         prompts = self.encoder.encode(items)
-        tokens = config.distill.tokens_at(step, config.train.steps)
         sampling = self.sampling if tokens is None else replace(self.sampling, max_completion_length=tokens)
         samples = config.distill.num_generations
         with self.display.phase("rollout", total=len(prompts) * samples):
@@ -156,7 +168,6 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             states = self.teacher.hidden_states(
                 groups, self.teacher.encode([item for _, item in kept]), config.train.micro_batch_tokens
             )
-        self.run.write_rollouts(step, _records(groups))
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
         metrics["distill/num_tokens"] = sampling.max_completion_length
@@ -164,14 +175,35 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
 
     def update(self, step: int, batch: DistillBatch) -> dict[str, float]:
         """Update the student on the batch."""
-        if self._updater is None:
-            self._updater = DistillUpdater(self.policy, self.module, self.stepper, self.config, self.run, self.display)
-        metrics = batch.metrics | self._updater.update(step, batch)
+        metrics = batch.metrics | self.updater.update(step, batch)
         if self.guard is not None and self.guard.is_due(step):
             found, alarms = self.guard.check(step)
             metrics |= found
             self._react(step, alarms)
         return metrics | self.memory()
+
+    @property
+    def updater(self) -> DistillUpdater:
+        """Made once the run directory is known."""
+        if self._updater is None:
+            self._updater = DistillUpdater(self.policy, self.module, self.stepper, self.config, self.run, self.display)
+        return self._updater
+
+    def compare_full(self) -> FullComparison:
+        """One more step as it is and one with full rollouts, on the same prompts; neither is applied.
+
+        The full one comes last: what it leaves in the process's memory is not charged to the other.
+        """
+        step = self.config.train.steps
+        limits = (self.config.distill.tokens_at(step, step), None)
+        with self.display.phase("comparison"):
+            steps = [StepMeasurement.of(partial(self._rehearse, step, tokens), self.policy.device) for tokens in limits]
+        return FullComparison(*steps)
+
+    def _rehearse(self, step: int, tokens: int | None) -> DistillBatch:
+        batch = self._batch(step, tokens)
+        self.updater.rehearse(step, batch)
+        return batch
 
     def _react(self, step: int, alarms: list[str]) -> None:
         if not alarms:
@@ -262,7 +294,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             )
 
 
-def _records(groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
+def _records(groups: Sequence[RolloutGroup]) -> Iterator[dict[str, Any]]:
     """The first completions of a step, as they are written to rollouts/step-NNNNNN.jsonl."""
     count = 0
     for group in groups:
@@ -282,6 +314,10 @@ def _records(groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
 
 
 def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: float) -> DistillSummary:
+    comparison = None
+    if trainer.config.distill.compare_full and not result.interrupted and result.halted is None:
+        comparison = trainer.compare_full()
+        write_json(run.path / FULL_STEP, asdict(comparison))
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     teacher = [r["eval/teacher/mean"] for r in records if "eval/teacher/mean" in r]
@@ -299,5 +335,6 @@ def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: fl
         after=held_out[-1] if len(held_out) > 1 else None,
         step_s=float(np.median(seconds)) if seconds else None,
         peak_gib=max(peaks) if peaks else None,
+        comparison=comparison,
         seconds=time.perf_counter() - began,
     )

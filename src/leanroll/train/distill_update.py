@@ -122,6 +122,12 @@ class DistillUpdater:
         metrics = rate | {"updates": 1, "trained_tokens": trained, "loss": loss, "grad_norm": norm}
         return metrics | divergence_metrics(records, bin_tokens=self._config.distill.bin_tokens)
 
+    def rehearse(self, step: int, batch: DistillBatch) -> None:
+        """All of an update but the optimizer's step: what it costs is measured without learning from it."""
+        chosen = self._choose(step, batch)
+        with self._display.phase("update"):
+            self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, None))
+
     def _with_less_memory(
         self, batch: DistillBatch, run: Callable[[], tuple[float, float, list[DivergenceRecord]]]
     ) -> tuple[float, float, list[DivergenceRecord]]:
@@ -182,8 +188,9 @@ class DistillUpdater:
         return torch.cat([batch.states[s] for s in part.samples]).to(self._student.device)
 
     def _update_once(
-        self, step: int, batch: DistillBatch, chosen: Chosen, lr_factor: float
+        self, step: int, batch: DistillBatch, chosen: Chosen, lr_factor: float | None
     ) -> tuple[float, float, list[DivergenceRecord]]:
+        """lr_factor: None forgets the gradients instead of applying them."""
         per_sample = token_weights(torch.from_numpy(chosen.lengths), self._config.distill.normalizer)
         parts = pack(batch.groups, self._max_tokens)
         records: list[DivergenceRecord] = []
@@ -201,7 +208,10 @@ class DistillUpdater:
                 self._stop(step, loss, norm, part, record)
             total += loss
             records.append(record)
-        self._stepper.apply(lr_factor, norm)
+        if lr_factor is None:
+            self._stepper.abandon()
+        else:
+            self._stepper.apply(lr_factor, norm)
         return total, norm, records
 
     def _stop(self, step: int, loss: float, norm: float, part: PackedBatch, record: DivergenceRecord) -> None:
