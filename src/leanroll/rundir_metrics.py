@@ -104,6 +104,19 @@ SCHEMA: dict[str, Metric] = {
     "distill/pos_<start>/reverse_kl": Metric(
         "nats", "Mean KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
     ),
+    # with distill.top_k: outcomes outside the teacher's top k and the sampled token are one bucket, the tail
+    "distill/topk_reverse_kl": Metric(
+        "nats", "Mean reverse KL with the tail as one outcome, a lower bound of KL(p ‖ q), per token."
+    ),
+    "distill/first_token_topk_kl": Metric(
+        "nats", "Mean of that lower bound of KL(p ‖ q) at the first token of a completion."
+    ),
+    "distill/student_tail": Metric("1", "Mean probability of the tail under p."),
+    "distill/teacher_tail": Metric("1", "Mean probability of the tail under q, as used: at least the floor."),
+    "distill/tail_clamped_share": Metric("share", "Tokens at which q of the tail was raised to the floor."),
+    "distill/pos_<start>/topk_reverse_kl": Metric(
+        "nats", "Mean of the lower bound of KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
+    ),
     "distill/pos_<start>/tokens": Metric("tokens", "Generated tokens at positions from <start>."),
     "preflight/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token over the preflight's prompts."),
     "preflight/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks, there."),

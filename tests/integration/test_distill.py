@@ -21,7 +21,7 @@ from leanroll.measure.packing import pack
 from leanroll.models import LoraSpec, load_policy
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
-from leanroll.train import distill, distill_update, guard, stepper
+from leanroll.train import distill, distill_update, guard, objectives, stepper
 from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
 from tests.recipe import reward, save_tiny_model
@@ -59,6 +59,10 @@ def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> DistillC
         if value is None:
             data[section].pop(field, None)
     return validate(DistillConfig, data)
+
+
+QUICK: dict[str, Any] = {"eval__num_prompts": 0, "eval__num_samples": None, "teacher__evaluate": None}
+"""Changes of a recipe: nothing is evaluated."""
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -104,24 +108,26 @@ def test_micro_batches_do_not_change_a_step(models: tuple[Path, Path], tmp_path:
         torch.testing.assert_close(weight, others[name], rtol=1e-3, atol=1e-4)
 
 
+def killed_in_step(killed: int, config: DistillConfig) -> None:
+    """Run it up to the middle of a step, the last checkpoint some steps back."""
+    collect = distill.DistillTrainer.collect
+
+    def dying(trainer: distill.DistillTrainer, step: int) -> Any:
+        if step == killed:
+            raise KeyboardInterrupt
+        return collect(trainer, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill.DistillTrainer, "collect", dying)
+        with pytest.raises(KeyboardInterrupt):
+            distill.run(config, quiet=True)
+
+
 def test_killed_and_resumed_is_never_killed(models: tuple[Path, Path], tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     changes = {"distill__final_num_tokens": 12, "train__save_every": 2}
     distill.run(recipe(models, straight, train__steps=4, **changes), quiet=True)
-    with pytest.MonkeyPatch.context() as patch:
-        calls = 0
-        collect = distill.DistillTrainer.collect
-
-        def dying(trainer: distill.DistillTrainer, step: int) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 4:
-                raise KeyboardInterrupt
-            return collect(trainer, step)
-
-        patch.setattr(distill.DistillTrainer, "collect", dying)
-        with pytest.raises(KeyboardInterrupt):
-            distill.run(recipe(models, broken, train__steps=4, **changes), quiet=True)
+    killed_in_step(4, recipe(models, broken, train__steps=4, **changes))
     distill.run(recipe(models, broken, train__steps=4, **changes), resume=True, quiet=True)
     assert metrics(broken) == metrics(straight)
     assert [r["distill/num_tokens"] for r in metrics(straight)[1:]] == [6, 8, 10, 12]
@@ -154,6 +160,59 @@ def test_full_rollout_with_the_tail_masked_is_early_stop_for_one_step(
     assert second["trained_tokens"] == first["trained_tokens"]
     assert second["loss"] == pytest.approx(first["loss"], rel=1e-5)
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+
+
+class TestTopk:
+    """The teacher's padded rows and the stop class are in play throughout."""
+
+    def test_all_tokens_are_the_full_divergence(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        """The same update, but for rounding; and with few of them less than it, under a name of its own."""
+        for name, changes in (("full", {}), ("all", {"distill__top_k": 259}), ("few", {"distill__top_k": 8})):
+            distill.run(recipe(models, tmp_path / name, train__steps=1, **QUICK, **changes), quiet=True)
+        full, whole, few = (metrics(tmp_path / name)[1] for name in ("full", "all", "few"))
+        assert whole["distill/topk_reverse_kl"] == pytest.approx(full["distill/reverse_kl"], rel=1e-4)
+        assert whole["loss"] == pytest.approx(full["loss"], rel=1e-4)
+        assert whole["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-3)
+        assert whole["distill/first_token_topk_kl"] == pytest.approx(full["distill/first_token_kl"], rel=1e-4)
+        assert whole["distill/pos_4/topk_reverse_kl"] == pytest.approx(full["distill/pos_4/reverse_kl"], rel=1e-4)
+        assert whole["distill/student_tail"] == pytest.approx(0, abs=1e-6)
+        for name in ("student_dropped", "teacher_dropped", "student_entropy", "teacher_entropy"):
+            assert few[f"distill/{name}"] == pytest.approx(full[f"distill/{name}"], rel=1e-4)
+        assert 0.05 * full["distill/reverse_kl"] < few["distill/topk_reverse_kl"] < 0.95 * full["distill/reverse_kl"]
+        assert few["distill/student_tail"] > 0.1
+        assert few["distill/tail_clamped_share"] == 0
+        assert "distill/reverse_kl" not in few, "a bound is not called what it bounds"
+
+    @pytest.mark.parametrize("full", [False, True], ids=["lora", "all weights"])
+    def test_micro_batches_do_not_change_a_step(self, models: tuple[Path, Path], tmp_path: Path, full: bool) -> None:
+        changes: dict[str, Any] = {"train__steps": 1, "distill__num_generations": 2, "distill__top_k": 8, **QUICK}
+        if full:
+            changes |= {"adapter__type": "none", "adapter__r": None, "adapter__alpha": None}
+        for name, tokens in (("one", 4096), ("many", 140)):
+            distill.run(recipe(models, tmp_path / name, **changes, train__micro_batch_tokens=tokens), quiet=True)
+        one, many = (metrics(tmp_path / name)[1] for name in ("one", "many"))
+        assert one["grad_norm"] == pytest.approx(many["grad_norm"], rel=1e-4)
+        assert one["loss"] == pytest.approx(many["loss"], rel=1e-5)
+
+    def test_killed_and_resumed(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        straight, broken = tmp_path / "straight", tmp_path / "broken"
+        changes = {"distill__top_k": 8, "train__steps": 3, "train__save_every": 1, **QUICK}
+        distill.run(recipe(models, straight, **changes), quiet=True)
+        killed_in_step(3, recipe(models, broken, **changes))
+        distill.run(recipe(models, broken, **changes), resume=True, quiet=True)
+        assert metrics(broken) == metrics(straight)
+        assert metrics(straight)[3]["distill/topk_reverse_kl"] < metrics(straight)[1]["distill/topk_reverse_kl"]
+
+    def test_options_that_do_not_fit(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="top_k is 260, but student and teacher share 259 tokens"):
+            distill.run(recipe(models, tmp_path / "run", distill__top_k=260), quiet=True)
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(ConfigError, match="tail bucket is for 'reverse_kl' alone"):
+            recipe(models, tmp_path, distill__top_k=8, distill__divergence="forward_kl")
+        with pytest.raises(ConfigError, match="ranks tokens by statistics over the full vocabulary"):
+            recipe(models, tmp_path, distill__top_k=8, distill__selection="top_reverse_kl", distill__selected_tokens=2)
+        with pytest.raises(ConfigError, match="greater than or equal to 1"):
+            recipe(models, tmp_path, distill__top_k=0)
 
 
 def test_ranked_tokens_and_stop_tokens(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -218,7 +277,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
             **{f: getattr(result, f) for f in result.__slots__ if f != "loss"}, loss=result.loss * torch.nan
         )
 
-    monkeypatch.setattr(distill_update, "divergence", poisoned)
+    monkeypatch.setattr(objectives, "divergence", poisoned)
     run = tmp_path / "run"
     with pytest.raises(TrainingDiverged, match="Step 1: the loss is nan"):
         distill.run(recipe(models, run), quiet=True)

@@ -138,6 +138,12 @@ class DistillationConfig(Section):
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         "reverse_kl", description="Divergence of student and teacher over the full vocabulary, per token."
     )
+    top_k: Int | None = Field(
+        None,
+        ge=1,
+        description="Compare the teacher's k likeliest tokens, the sampled one and one bucket for all others: a lower bound of the "
+        "reverse KL, for which the teacher's head is streamed once. None: the full vocabulary.",
+    )
     beta: Float | None = Field(
         None, gt=0, lt=1, description="Interpolation of jsd: the teacher's share of the mixture. Only for jsd."
     )
@@ -164,6 +170,16 @@ class DistillationConfig(Section):
         if self.divergence != "jsd" and self.beta is not None:
             raise ValueError(
                 f"distill.beta is set but has no effect, because distill.divergence is {self.divergence!r}"
+            )
+        if self.top_k is not None and self.divergence != "reverse_kl":
+            raise ValueError(
+                f"distill.top_k is {self.top_k} with distill.divergence {self.divergence!r}; the tail bucket is for 'reverse_kl' "
+                "alone. Leave out one of them"
+            )
+        if self.top_k is not None and self.selection.startswith("top_"):
+            raise ValueError(
+                f"distill.selection is {self.selection!r}, which ranks tokens by statistics over the full vocabulary, but "
+                f"distill.top_k is {self.top_k}; leave out one of them"
             )
         if self.selection == "equal_weight_full" and self.normalizer == "sum":
             raise ValueError(

@@ -30,6 +30,8 @@ _SUMMARY = (
     ("distill/reverse_kl", "KL(student ‖ teacher)"),
     ("distill/forward_kl", "KL(teacher ‖ student)"),
     ("distill/first_token_kl", "KL(student ‖ teacher) at the first token"),
+    ("distill/topk_reverse_kl", "KL(student ‖ teacher) with a tail bucket, a lower bound"),
+    ("distill/tail_clamped_share", "tails raised to the floor"),
     ("distill/teacher_top1_share", "same likeliest token"),
     ("distill/num_tokens", "tokens per completion at most, N"),
     ("completion_length/mean", "completion length"),
@@ -51,6 +53,26 @@ _DIVERGENCE = Panel(
     ),
     "Per token over the full vocabulary",
     from_zero=True,
+)
+_TOPK = (
+    Panel(
+        "KL of student and teacher, lower bound",
+        (
+            ("distill/topk_reverse_kl", "student ‖ teacher"),
+            ("distill/first_token_topk_kl", "student ‖ teacher, first token"),
+        ),
+        "Per token, of the teacher's likeliest tokens, the sampled one and a bucket for the rest",
+        from_zero=True,
+    ),
+    Panel(
+        "The bucket for the rest",
+        (
+            ("distill/student_tail", "probability, student"),
+            ("distill/teacher_tail", "probability, teacher"),
+            ("distill/tail_clamped_share", "teacher's raised to the floor, share of tokens"),
+        ),
+        from_zero=True,
+    ),
 )
 _ENTROPY = Panel(
     "Entropy",
@@ -128,6 +150,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
     held_out = [draw_rewards(records, reference), draw_panel(by_name, records), draw_panel(_HELD_OUT_LENGTH, records)]
     divergence = [
         draw_panel(_DIVERGENCE, records),
+        *(draw_panel(panel, records) for panel in _TOPK),
         draw_panel(_ENTROPY, records),
         *_by_position(records, config["distill"].get("bin_tokens", 0)),
         draw_panel(_AGREEMENT, records),
@@ -163,21 +186,23 @@ def _unless_always(panel: Panel, value: float, records: Records) -> str:
 
 def _by_position(records: Records, bin_tokens: int) -> list[str]:
     """KL by position: some steps beside each other, and a map of all."""
-    where = f"in bins of {bin_tokens} tokens (distill/pos_<start>/reverse_kl)."
+    name = "topk_reverse_kl" if measured(records, _BINS, "topk_reverse_kl") else "reverse_kl"
+    what = "KL(student ‖ teacher) per token" + (", a lower bound" if name != "reverse_kl" else "")
+    where = f"in bins of {bin_tokens} tokens (distill/pos_<start>/{name})."
     curves = draw_by_position(
         "KL by position",
-        first_middle_last(measured(records, _BINS, "reverse_kl")),
+        first_middle_last(measured(records, _BINS, name)),
         _BINS,
         bin_tokens,
-        (("reverse_kl", "-"),),
-        note=f"KL(student ‖ teacher) per token at the start, in the middle and at the end of the run, {where}",
+        ((name, "-"),),
+        note=f"{what} at the start, in the middle and at the end of the run, {where}",
         y_label="nats per token",
         from_zero=True,
     )
-    note = f"KL(student ‖ teacher) per token, {where} Blank: no token."
+    note = f"{what}, {where} Blank: no token."
     return [
         curves,
-        draw_position_map("KL by position and step", records, _BINS, bin_tokens, "reverse_kl", note=note, unit="nats"),
+        draw_position_map("KL by position and step", records, _BINS, bin_tokens, name, note=note, unit="nats"),
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,15 @@ from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import EVAL, RunDir
+from leanroll.tasks import TaskItem
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
 from leanroll.train.collect import rollout_metrics
-from leanroll.train.distill_update import DistillBatch, DistillUpdater, StudentModule
+from leanroll.train.distill_update import DistillBatch, DistillUpdater
 from leanroll.train.evaluation import Evaluation, evaluate
 from leanroll.train.guard import CollapseGuard
 from leanroll.train.loop import Halt, LoopResult
+from leanroll.train.objectives import StudentModule, TeacherRows
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
@@ -110,6 +112,12 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         prompts = self.encoder.encode(items)
         with display.phase("preflight"):
             self.preflight = preflight(config, self.policy, self.teacher, prompts, self.teacher.encode(items))
+        outcomes = self.preflight.vocabulary.student.num_outcomes
+        if options.top_k is not None and options.top_k > outcomes:
+            raise ConfigError(
+                f"distill.top_k is {options.top_k}, but student and teacher share {outcomes} tokens; expected 1 to {outcomes}, or "
+                "leave it out for the full vocabulary."
+            )
         for note in self.preflight.notes:
             display.say(f"note: {note}")
         self.sampling = replace(
@@ -153,14 +161,27 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             )
         groups = [group for group, _ in kept]
         with self.display.phase("teacher"):
-            states = self.teacher.hidden_states(
-                groups, self.teacher.encode([item for _, item in kept]), config.train.micro_batch_tokens
-            )
+            rows = self._ask_teacher(groups, [item for _, item in kept])
         self.run.write_rollouts(step, _records(groups))
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
         metrics["distill/num_tokens"] = sampling.max_completion_length
-        return DistillBatch(tuple(groups), states, metrics)
+        return DistillBatch(tuple(groups), rows, metrics)
+
+    def _ask_teacher(self, groups: Sequence[RolloutGroup], items: Sequence[TaskItem]) -> tuple[TeacherRows, ...]:
+        """What the teacher says of every completion; items: one per group."""
+        options, most = self.config.distill, self.config.train.micro_batch_tokens
+        prompts = self.teacher.encode(items)
+        if options.top_k is None:
+            return self.teacher.hidden_states(groups, prompts, most)
+        return self.teacher.likeliest(
+            groups,
+            prompts,
+            most,
+            k=options.top_k,
+            vocabulary=self.preflight.vocabulary,
+            kl_temperature=options.kl_temperature,
+        )
 
     def update(self, step: int, batch: DistillBatch) -> dict[str, float]:
         """Update the student on the batch."""
@@ -195,7 +216,11 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         return CollapseGuard(options, self.engine, prompts, sampling, self.display)
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {step}", f"KL {metrics.get('distill/reverse_kl', 0.0):.3f}"]
+        parts = [f"step {step}"]
+        if "distill/reverse_kl" in metrics:
+            parts.append(f"KL {metrics['distill/reverse_kl']:.3f}")
+        if "distill/topk_reverse_kl" in metrics:
+            parts.append(f"KL at least {metrics['distill/topk_reverse_kl']:.3f}")
         if "eval/reward/mean" in metrics:
             parts.append(f"held-out {metrics['eval/reward/mean']:.3f}")
         parts += [
