@@ -117,6 +117,9 @@ SCHEMA: dict[str, Metric] = {
     "distill/pos_<start>/topk_reverse_kl": Metric(
         "nats", "Mean of the lower bound of KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
     ),
+    # with distill.objective = "no_teacher"
+    "distill/sampled_logprob": Metric("nats", "Mean log-probability of the sampled tokens under p."),
+    "distill/pushed_share": Metric("share", "Tokens whose p is below distill.no_teacher_threshold."),
     "distill/pos_<start>/tokens": Metric("tokens", "Generated tokens at positions from <start>."),
     "preflight/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token over the preflight's prompts."),
     "preflight/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks, there."),

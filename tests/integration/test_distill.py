@@ -16,9 +16,10 @@ from leanroll.cli.main import main
 from leanroll.config import DistillConfig, to_toml, validate
 from leanroll.errors import ConfigError, ModelError, OutOfMemory, TeacherError, TrainingDiverged
 from leanroll.losses.distill import divergence
+from leanroll.losses.vocabulary import SharedVocabulary
 from leanroll.measure.logprobs import batch_hidden
 from leanroll.measure.packing import pack
-from leanroll.models import LoraSpec, load_policy
+from leanroll.models import CausalContext, LoraSpec, load_policy
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
 from leanroll.train import distill, distill_update, guard, objectives, stepper
@@ -213,6 +214,70 @@ class TestTopk:
             recipe(models, tmp_path, distill__top_k=8, distill__selection="top_reverse_kl", distill__selected_tokens=2)
         with pytest.raises(ConfigError, match="greater than or equal to 1"):
             recipe(models, tmp_path, distill__top_k=0)
+
+
+class TestNoTeacher:
+    def test_gradient_is_the_naive_one(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        """From whole logits by autograd: tokens below the threshold have -advantage · weight · log p, the others nothing."""
+        config = recipe(
+            models, tmp_path, distill__objective="no_teacher", distill__no_teacher_threshold=0.004,
+            distill__no_teacher_advantage=-0.7, distill__kl_temperature=0.8,
+        )  # fmt: skip
+        student = load_policy(models[0], dtype="float32", adapter=distill_adapter())
+        with torch.no_grad():
+            for name, parameter in student.trainable_parameters().items():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        prompt, tokens = (1, 9, 4, 77), (50, 61, 72, 83, 94, 105)
+        groups = [RolloutGroup(Prompt(0, prompt), (Rollout(0, 0, tokens, (-1.0,) * 6, "length"),))]
+        (batch,) = pack(groups, 1024)
+        weights = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.25])
+        module = objectives.StudentModule(student, student.head, SharedVocabulary.of(259, 259), config)
+        parameters = list(student.trainable_parameters().values())
+        result = module(batch, None, weights)
+        got = torch.autograd.grad(result.loss.sum(), parameters)
+        ids = torch.tensor([[*prompt, *tokens]])
+        logits = student.model(ids, use_cache=False, leanroll=CausalContext()).logits[0, 3:-1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        unlikely = logprobs.exp() < 0.004
+        assert 0 < int(unlikely.sum()) < 6, "some of each kind"
+        expected = torch.autograd.grad((0.7 * weights * logprobs)[unlikely].sum(), parameters)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(result.sampled_logprob, logprobs.detach(), rtol=1e-4, atol=1e-4)
+        assert result.pushed_share.tolist() == unlikely.float().tolist()
+        assert any(g.abs().sum() > 0 for g in got)
+
+    def test_the_teacher_is_never_asked(
+        self, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def asked(*_: Any) -> None:
+            raise AssertionError("the teacher scored a completion")
+
+        monkeypatch.setattr(distill.Teacher, "hidden_states", asked)
+        config = recipe(
+            models, tmp_path / "run", distill__objective="no_teacher", distill__no_teacher_threshold=1.0, train__steps=2, **QUICK
+        )  # fmt: skip
+        distill.run(config, quiet=True)
+        records = metrics(tmp_path / "run")
+        assert records[0]["preflight/first_token_kl"] > 0, "but it is compared before training"
+        assert records[1]["distill/pushed_share"] == 1
+        assert records[1]["distill/sampled_logprob"] < 0
+        assert records[1]["grad_norm"] > 0
+        assert not {"distill/reverse_kl", "distill/teacher_entropy"} & records[1].keys()
+
+    def test_options_that_do_not_fit(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"distill\.top_k is set but has no effect"):
+            recipe(models, tmp_path, distill__objective="no_teacher", distill__top_k=4)
+        with pytest.raises(ConfigError, match=r"distill\.no_teacher_threshold is set but has no effect"):
+            recipe(models, tmp_path, distill__no_teacher_threshold=0.5)
+        with pytest.raises(ConfigError, match="ranks tokens by what the teacher says"):
+            recipe(
+                models, tmp_path, distill__objective="no_teacher", distill__selection="top_reverse_kl",
+                distill__selected_tokens=2,
+            )  # fmt: skip
+        with pytest.raises(ConfigError, match="no_teacher_advantage"):
+            recipe(models, tmp_path, distill__objective="no_teacher", distill__no_teacher_advantage=1.0)
 
 
 def test_ranked_tokens_and_stop_tokens(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -135,6 +135,20 @@ class DistillationConfig(Section):
     final_num_tokens: Int | None = Field(
         None, ge=1, description="num_tokens of the last step; it changes linearly over the steps. None: it stays."
     )
+    objective: Literal["divergence", "no_teacher"] = Field(
+        "divergence",
+        description="divergence: follow the teacher; no_teacher: push down what the student itself finds unlikely, a control "
+        "that asks no teacher in training (it is still compared and evaluated before).",
+    )
+    no_teacher_threshold: Float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Only tokens strictly below this probability under the student are pushed down. 1: all. Only for no_teacher.",
+    )
+    no_teacher_advantage: Float = Field(
+        -1.0, lt=0, description="Advantage of those tokens in the policy gradient. Only for no_teacher."
+    )
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         "reverse_kl", description="Divergence of student and teacher over the full vocabulary, per token."
     )
@@ -181,6 +195,11 @@ class DistillationConfig(Section):
                 f"distill.selection is {self.selection!r}, which ranks tokens by statistics over the full vocabulary, but "
                 f"distill.top_k is {self.top_k}; leave out one of them"
             )
+        if not self.asks_teacher and self.selection.startswith("top_"):
+            raise ValueError(
+                f"distill.selection is {self.selection!r}, which ranks tokens by what the teacher says, but distill.objective is "
+                "'no_teacher'; leave out one of them"
+            )
         if self.selection == "equal_weight_full" and self.normalizer == "sum":
             raise ValueError(
                 "distill.selection is 'equal_weight_full' with distill.normalizer 'sum', where every token weighs the same anyway; "
@@ -196,6 +215,11 @@ class DistillationConfig(Section):
                 f"distill.selection is {self.selection!r} without distill.selected_tokens; say how many tokens it takes"
             )
         return self
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether the teacher scores the completions of a step."""
+        return self.objective == "divergence"
 
     def tokens_at(self, step: int, num_steps: int) -> int | None:
         """Tokens generated per completion in the 1-based `step` of `num_steps`; None: full rollouts."""

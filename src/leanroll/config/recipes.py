@@ -352,6 +352,16 @@ INERT_RULES = (
         "guard.every is 0 (no guard)",
     ),
     InertRule(
+        ("distill.divergence", "distill.beta", "distill.top_k"),
+        lambda c: not c.distill.asks_teacher,
+        "distill.objective is 'no_teacher'",
+    ),
+    InertRule(
+        ("distill.no_teacher_threshold", "distill.no_teacher_advantage"),
+        lambda c: c.distill.asks_teacher,
+        "distill.objective is 'divergence'",
+    ),
+    InertRule(
         ("distill.num_tokens", "distill.final_num_tokens"),
         lambda c: c.distill.full_rollouts,
         "distill.full_rollouts is true",

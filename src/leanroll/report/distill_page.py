@@ -32,6 +32,7 @@ _SUMMARY = (
     ("distill/first_token_kl", "KL(student ‖ teacher) at the first token"),
     ("distill/topk_reverse_kl", "KL(student ‖ teacher) with a tail bucket, a lower bound"),
     ("distill/tail_clamped_share", "tails raised to the floor"),
+    ("distill/pushed_share", "tokens pushed down, without a teacher"),
     ("distill/teacher_top1_share", "same likeliest token"),
     ("distill/num_tokens", "tokens per completion at most, N"),
     ("completion_length/mean", "completion length"),
@@ -73,6 +74,12 @@ _TOPK = (
         ),
         from_zero=True,
     ),
+)
+_NO_TEACHER = Panel(
+    "Tokens pushed down",
+    (("distill/pushed_share", "below the threshold"),),
+    "Share, no teacher asked",
+    from_zero=True,
 )
 _ENTROPY = Panel(
     "Entropy",
@@ -150,7 +157,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
     held_out = [draw_rewards(records, reference), draw_panel(by_name, records), draw_panel(_HELD_OUT_LENGTH, records)]
     divergence = [
         draw_panel(_DIVERGENCE, records),
-        *(draw_panel(panel, records) for panel in _TOPK),
+        *(draw_panel(panel, records) for panel in (*_TOPK, _NO_TEACHER)),
         draw_panel(_ENTROPY, records),
         *_by_position(records, config["distill"].get("bin_tokens", 0)),
         draw_panel(_AGREEMENT, records),
@@ -210,6 +217,8 @@ def _what(records: Records, config: dict[str, Any]) -> str:
     """Who learned from whom, on how many tokens, and how far the run got."""
     limits = [r["distill/num_tokens"] for r in records if "distill/num_tokens" in r]
     text = f"{config['model']['name']} learns from {_teacher(config['teacher'])}"
+    if config["distill"].get("objective") == "no_teacher":
+        text = f"{config['model']['name']} pushes down what it finds unlikely and asks no teacher"
     if limits:
         ends = f"{limits[0]:g}" if limits[0] == limits[-1] else f"{limits[0]:g} to {limits[-1]:g}"
         text += f", on its own completions of at most {ends} tokens"

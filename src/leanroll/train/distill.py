@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +161,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"Step {step}: no completion could be generated. First reason: {groups[0].failures[0].reason}"
             )
         groups = [group for group, _ in kept]
-        with self.display.phase("teacher"):
+        with self.display.phase("teacher") if config.distill.asks_teacher else nullcontext():
             rows = self._ask_teacher(groups, [item for _, item in kept])
         self.run.write_rollouts(step, _records(groups))
         metrics = rollout_metrics(groups)
@@ -169,8 +170,10 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         return DistillBatch(tuple(groups), rows, metrics)
 
     def _ask_teacher(self, groups: Sequence[RolloutGroup], items: Sequence[TaskItem]) -> tuple[TeacherRows, ...]:
-        """What the teacher says of every completion; items: one per group."""
+        """What the teacher says of every completion, nothing where it is not asked; items: one per group."""
         options, most = self.config.distill, self.config.train.micro_batch_tokens
+        if not options.asks_teacher:
+            return ()
         prompts = self.teacher.encode(items)
         if options.top_k is None:
             return self.teacher.hidden_states(groups, prompts, most)
@@ -223,6 +226,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             parts.append(f"KL at least {metrics['distill/topk_reverse_kl']:.3f}")
         if "eval/reward/mean" in metrics:
             parts.append(f"held-out {metrics['eval/reward/mean']:.3f}")
+        if "distill/pushed_share" in metrics:
+            parts.append(f"pushed down {metrics['distill/pushed_share']:.1%}")
         parts += [
             f"tokens {metrics['completion_length/mean']:.0f} of at most {metrics['distill/num_tokens']:.0f}",
             f"{metrics['tokens_per_second']:,.0f} tokens/s",

@@ -29,7 +29,8 @@ from leanroll.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class DistillBatch:
-    """groups: the rollouts of a step. teacher: per rollout of the flattened groups, what the teacher says of its T tokens."""
+    """groups: the rollouts of a step. teacher: per rollout of the flattened groups, what the teacher says of its T tokens; empty
+    where it is not asked."""
 
     groups: tuple[RolloutGroup, ...]
     teacher: tuple[TeacherRows, ...]
@@ -49,7 +50,9 @@ class DivergenceRecord:
     sample_ids: np.ndarray
 
     @classmethod
-    def of(cls, result: TokenLoss, teacher: TeacherRows, factors: np.ndarray, batch: PackedBatch) -> DivergenceRecord:
+    def of(
+        cls, result: TokenLoss, teacher: TeacherRows | None, factors: np.ndarray, batch: PackedBatch
+    ) -> DivergenceRecord:
         values = recorded_values(result, teacher)
         return cls(values, factors, batch.positions.cpu().numpy(), batch.sample_ids.cpu().numpy())
 
@@ -146,7 +149,9 @@ class DistillUpdater:
                     found[sample] = TokenStatistics(**{n: v[sample_ids == sample] for n, v in values.items()})
         return [found[sample] for sample in sorted(found)]
 
-    def _teacher_rows(self, part: PackedBatch, batch: DistillBatch) -> TeacherRows:
+    def _teacher_rows(self, part: PackedBatch, batch: DistillBatch) -> TeacherRows | None:
+        if not batch.teacher:
+            return None
         return join_rows([batch.teacher[s] for s in part.samples], self._student.device)
 
     def _update_once(
