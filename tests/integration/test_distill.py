@@ -22,7 +22,9 @@ from leanroll.measure.packing import pack
 from leanroll.models import CausalContext, LoraSpec, load_policy
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
+from leanroll.tasks import TaskItem
 from leanroll.train import distill, distill_update, guard, objectives, stepper
+from leanroll.train.prompts import with_own_limits
 from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
 from tests.recipe import reward, save_tiny_model
@@ -214,6 +216,72 @@ class TestTopk:
             recipe(models, tmp_path, distill__top_k=8, distill__selection="top_reverse_kl", distill__selected_tokens=2)
         with pytest.raises(ConfigError, match="greater than or equal to 1"):
             recipe(models, tmp_path, distill__top_k=0)
+
+
+class TestTokensPerPrompt:
+    def task(self, folder: Path, tokens: list[Any]) -> dict[str, Any]:
+        """Changes of a recipe: a file with one training prompt per number of tokens, and one held out that has none."""
+        rows = [
+            {"prompt": f"Say {i}.", "answer": str(i)} | ({} if t is None else {"num_tokens": t})
+            for i, t in enumerate(tokens)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "eval.jsonl").write_text(json.dumps({"prompt": "Say so.", "answer": "so"}))
+        return {
+            "task__name": "jsonl", "task__path": str(folder / "train.jsonl"), "task__eval_path": str(folder / "eval.jsonl"),
+            "task__rewards": None, "distill__per_prompt_tokens": True, "distill__num_tokens": None, **QUICK,
+        }  # fmt: skip
+
+    def test_every_rollout_stops_at_its_own(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        wanted = [1, 3, 12, 5]
+        config = recipe(
+            models, tmp_path / "run", **self.task(tmp_path, wanted), distill__num_generations=2, train__steps=2
+        )
+        distill.run(config, quiet=True)
+        for step in (1, 2):
+            written = (tmp_path / "run" / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()
+            for completion in map(json.loads, written):
+                limit = wanted[completion["prompt_index"]]
+                assert completion["length"] == limit or (
+                    completion["length"] < limit and completion["finish_reason"] == "stop"
+                )
+            assert len(written) == 8
+        records = metrics(tmp_path / "run")
+        assert records[1]["distill/num_tokens"] == 12
+        assert records[1]["completion_length/min"] == 1
+        assert records[1]["trained_tokens"] == records[1]["generated_tokens"] <= 2 * sum(wanted)
+
+    @pytest.mark.parametrize(
+        ("tokens", "message"),
+        [
+            ([3, 3, None, 3], r"training prompt 2 \('Say 2\.'\) does not say its number of tokens"),
+            ([3, 3, 3, 3, 13], r"Training prompt 4 \('Say 4\.'\) has num_tokens = 13; expected 1 to 12"),
+        ],
+    )
+    def test_a_row_that_is_wrong_is_named_before_training(
+        self, models: tuple[Path, Path], tmp_path: Path, tokens: list[Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            distill.run(recipe(models, tmp_path / "run", **self.task(tmp_path, tokens)), quiet=True)
+        assert not (tmp_path / "run").exists()
+
+    def test_beyond_the_context(self) -> None:
+        item = TaskItem(7, ({"role": "user", "content": "x" * 100},), num_tokens=10)
+        prompt = Prompt(7, tuple(range(1, 56)))
+        (found,) = with_own_limits([prompt], [item], 12, 65)
+        assert found.max_completion_length == 10
+        with pytest.raises(
+            ConfigError, match=r"Training prompt 7 \('x{60}…'\) has 55 tokens and num_tokens = 10; .* 64"
+        ):
+            with_own_limits([prompt], [item], 12, 64)
+
+    def test_options_that_do_not_fit(self, models: tuple[Path, Path], tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"distill\.num_tokens is set but has no effect"):
+            recipe(models, tmp_path, distill__per_prompt_tokens=True)
+        with pytest.raises(ConfigError, match="are both true"):
+            recipe(
+                models, tmp_path, distill__per_prompt_tokens=True, distill__full_rollouts=True, distill__num_tokens=None
+            )
 
 
 class TestNoTeacher:

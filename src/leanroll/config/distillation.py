@@ -149,6 +149,11 @@ class DistillationConfig(Section):
     no_teacher_advantage: Float = Field(
         -1.0, lt=0, description="Advantage of those tokens in the policy gradient. Only for no_teacher."
     )
+    per_prompt_tokens: Bool = Field(
+        False,
+        description="Every prompt names its own num_tokens (a file task: the column `num_tokens`), at most "
+        "rollout.max_completion_length.",
+    )
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         "reverse_kl", description="Divergence of student and teacher over the full vocabulary, per token."
     )
@@ -184,6 +189,11 @@ class DistillationConfig(Section):
         if self.divergence != "jsd" and self.beta is not None:
             raise ValueError(
                 f"distill.beta is set but has no effect, because distill.divergence is {self.divergence!r}"
+            )
+        if self.full_rollouts and self.per_prompt_tokens:
+            raise ValueError(
+                "distill.full_rollouts and distill.per_prompt_tokens are both true; a rollout is either full or stops at its "
+                "prompt's number of tokens. Leave out one of them"
             )
         if self.top_k is not None and self.divergence != "reverse_kl":
             raise ValueError(
@@ -222,9 +232,9 @@ class DistillationConfig(Section):
         return self.objective == "divergence"
 
     def tokens_at(self, step: int, num_steps: int) -> int | None:
-        """Tokens generated per completion in the 1-based `step` of `num_steps`; None: full rollouts."""
+        """Tokens generated per completion in the 1-based `step` of `num_steps`; None: full rollouts, or each prompt's own."""
         first, last = self.num_tokens, self.final_num_tokens
-        if self.full_rollouts:
+        if self.full_rollouts or self.per_prompt_tokens:
             return None
         if last is None or num_steps == 1:
             return first

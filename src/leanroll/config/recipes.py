@@ -100,9 +100,10 @@ class DistillConfig(Section):
     def _consistent(self) -> DistillConfig:
         distill, rollout, teacher = self.distill, self.rollout, self.teacher
         full = rollout.max_completion_length
-        for name in () if distill.full_rollouts else ("num_tokens", "final_num_tokens"):
+        limited = not (distill.full_rollouts or distill.per_prompt_tokens)
+        for name in ("num_tokens", "final_num_tokens"):
             tokens = getattr(distill, name)
-            if tokens is not None and tokens > full:
+            if limited and tokens is not None and tokens > full:
                 raise ValueError(
                     f"distill.{name} is {tokens}, more than rollout.max_completion_length = {full}, the length of a full rollout; "
                     "lower the former or raise the latter"
@@ -114,6 +115,8 @@ class DistillConfig(Section):
             )
         longest = full if distill.full_rollouts else max(distill.num_tokens, distill.final_num_tokens or 0)
         limit = "rollout.max_completion_length" if distill.full_rollouts else "distill.num_tokens"
+        if distill.per_prompt_tokens:
+            longest = 1  # the trainer reads them
         _check_training(self.optimizer, self.train, longest, limit)
         if self.guard.every and self.guard.on_alarm == "roll_back":
             _check_roll_back(self.guard.every, self.train)
@@ -365,6 +368,11 @@ INERT_RULES = (
         ("distill.num_tokens", "distill.final_num_tokens"),
         lambda c: c.distill.full_rollouts,
         "distill.full_rollouts is true",
+    ),
+    InertRule(
+        ("distill.num_tokens", "distill.final_num_tokens"),
+        lambda c: c.distill.per_prompt_tokens,
+        "distill.per_prompt_tokens is true",
     ),
     InertRule(
         ("teacher.evaluate", "teacher.min_margin"),

@@ -32,11 +32,11 @@ from leanroll.train.loop import Halt, LoopResult
 from leanroll.train.objectives import StudentModule, TeacherRows
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
-from leanroll.train.prompts import PromptOrder
+from leanroll.train.prompts import PromptOrder, largest_own_limit, with_own_limits
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.teacher import Teacher
 from leanroll.train.trainer import Trainer, timing_text
-from leanroll.types import RolloutGroup
+from leanroll.types import Prompt, RolloutGroup
 
 _LOG = logging.getLogger(__name__)
 
@@ -125,8 +125,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             setup.sampling_params(self.policy, config.rollout, seed=config.train.seed),
             forbidden_token_ids=self.preflight.forbidden,
         )
-        ends = [options.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
-        longest = max(tokens or config.rollout.max_completion_length for tokens in ends)
+        longest = self._longest(items)
+        prompts = self._with_limits(prompts, items)
         need = max(len(p.token_ids) for p in prompts) + longest - 1
         if need > config.train.micro_batch_tokens:
             raise ConfigError(
@@ -147,7 +147,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         """Generate up to the step's number of tokens, and let the teacher read along."""
         config = self.config
         items = [self.task.train_item(i) for i in self.order.indices(step)]
-        prompts = self.encoder.encode(items)
+        prompts = self._with_limits(self.encoder.encode(items), items)
         tokens = config.distill.tokens_at(step, config.train.steps)
         sampling = self.sampling if tokens is None else replace(self.sampling, max_completion_length=tokens)
         samples = config.distill.num_generations
@@ -166,8 +166,24 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         self.run.write_rollouts(step, _records(groups))
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
-        metrics["distill/num_tokens"] = sampling.max_completion_length
+        metrics["distill/num_tokens"] = max(p.max_completion_length or sampling.max_completion_length for p in prompts)
         return DistillBatch(tuple(groups), rows, metrics)
+
+    def _longest(self, items: Sequence[TaskItem]) -> int:
+        """Tokens of the longest completion of any step. items: what an endless task is judged by."""
+        config, full = self.config, self.config.rollout.max_completion_length
+        if config.distill.per_prompt_tokens:
+            size = self.task.num_train
+            return largest_own_limit(items if size is None else (self.task.train_item(i) for i in range(size)), full)
+        ends = [config.distill.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
+        return max(tokens or full for tokens in ends)
+
+    def _with_limits(self, prompts: list[Prompt], items: Sequence[TaskItem]) -> list[Prompt]:
+        """The prompts of the items, with limits of their own where the recipe wants that."""
+        if not self.config.distill.per_prompt_tokens:
+            return prompts
+        full = self.config.rollout.max_completion_length
+        return with_own_limits(prompts, items, full, self.policy.spec.max_position)
 
     def _ask_teacher(self, groups: Sequence[RolloutGroup], items: Sequence[TaskItem]) -> tuple[TeacherRows, ...]:
         """What the teacher says of every completion, nothing where it is not asked; items: one per group."""
