@@ -135,6 +135,12 @@ SCHEMA: dict[str, Metric] = {
     "probe/length_p50": Metric("tokens", "Median length of probe completions."),
     "probe/length_p90": Metric("tokens", "90th percentile of the length of probe completions."),
     "probe/alarms": Metric("count", "Statistics that moved further from step 0 than [guard] allows."),
+    # N that adapts: the head is the first adapt.min_num_tokens positions; KL(p ‖ q), or its lower bound with distill.top_k
+    "adapt/head_kl": Metric("nats", "Mean KL of the head per token, in the step's completions."),
+    "adapt/head_share": Metric("1", "Mean adapt/head_kl of the last adapt.window steps over that of the first ones."),
+    "adapt/probe_head_kl": Metric("nats", "Mean KL of the head per token, in the probe's completions."),
+    "adapt/probe_tail_kl": Metric("nats", "Mean KL per token from position N on, in the probe's completions."),
+    "adapt/move": Metric("1", "What the probe did to N of the next step: 1 extended, -1 shrunk, 0 left it."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),

@@ -120,6 +120,40 @@ class GuardConfig(Section):
     )
 
 
+class AdaptConfig(Section):
+    """[adapt]: N, the tokens generated per completion, moves during training, from distill.num_tokens on, at the probes of the
+    collapse guard. The head is the first min_num_tokens positions, which every N generates."""
+
+    max_num_tokens: Int = Field(0, ge=0, description="Largest N, tokens. 0: N does not adapt.")
+    min_num_tokens: Int = Field(8, ge=1, description="Smallest N, tokens; also how long the head is.")
+    factor: Float = Field(
+        1.5, gt=1, description="N is multiplied by it to extend and divided by it to shrink, rounded."
+    )
+    extend_below: Float = Field(
+        0.5,
+        gt=0,
+        description="Extend once the head's mean KL is at most this share of that at the start (1: without any fall).",
+    )
+    window: Int = Field(
+        5, ge=1, description="Training steps over which the head's KL is averaged, at the start and now."
+    )
+    tail_factor: Float = Field(
+        1.0,
+        ge=0,
+        description="Extend only while, in the probes, the KL beyond N is more than this many times the head's. 0: any KL there.",
+    )
+    calm_steps: Int = Field(20, ge=0, description="Steps after a shrink in which N does not extend. 0: no such time.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdaptConfig:
+        if self.max_num_tokens and self.min_num_tokens > self.max_num_tokens:
+            raise ValueError(
+                f"adapt.min_num_tokens is {self.min_num_tokens}, more than adapt.max_num_tokens = {self.max_num_tokens}; lower the "
+                "former or raise the latter"
+            )
+        return self
+
+
 class DistillationConfig(Section):
     """[distill]: what is generated and how the student follows the teacher on it."""
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
-from leanroll.config.distillation import DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.profile import ProfilingConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
@@ -92,6 +92,7 @@ class DistillConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     distill: DistillationConfig = DistillationConfig()
     guard: GuardConfig = GuardConfig()
+    adapt: AdaptConfig = AdaptConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -117,6 +118,9 @@ class DistillConfig(Section):
         limit = "rollout.max_completion_length" if distill.full_rollouts else "distill.num_tokens"
         if distill.per_prompt_tokens:
             longest = 1  # the trainer reads them
+        if self.adapt.max_num_tokens:
+            _check_adapt(self)
+            longest, limit = self.adapt.max_num_tokens, "adapt.max_num_tokens"
         _check_training(self.optimizer, self.train, longest, limit)
         if self.guard.every and self.guard.on_alarm == "roll_back":
             _check_roll_back(self.guard.every, self.train)
@@ -255,6 +259,44 @@ RecipeT = TypeVar(
 )
 
 
+def _check_adapt(config: DistillConfig) -> None:
+    adapt, distill, full = config.adapt, config.distill, config.rollout.max_completion_length
+    others = {
+        "distill.full_rollouts is true": distill.full_rollouts,
+        "distill.per_prompt_tokens is true": distill.per_prompt_tokens,
+        "distill.final_num_tokens is set": distill.final_num_tokens is not None,
+    }
+    for other in (text for text, holds in others.items() if holds):
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens} and {other}; N either adapts or is said. Leave out one"
+        )
+    if not distill.asks_teacher:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens} and distill.objective is {distill.objective!r}; N adapts to the KL "
+            "from the teacher, which is not asked then. Leave out one of them"
+        )
+    if not config.guard.every:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens}, but guard.every is 0; N moves at the guard's probes alone. Set "
+            "guard.every, 20 say, or leave [adapt] out"
+        )
+    if config.guard.on_alarm == "roll_back":
+        raise ValueError(
+            "guard.on_alarm is 'roll_back' with [adapt]; the way back would forget the alarm, and the shrink that answers it. Use "
+            "'warn', or 'stop'"
+        )
+    if not adapt.min_num_tokens <= distill.num_tokens <= adapt.max_num_tokens:
+        raise ValueError(
+            f"distill.num_tokens is {distill.num_tokens}, where N starts; expected {adapt.min_num_tokens} to "
+            f"{adapt.max_num_tokens} (adapt.min_num_tokens, adapt.max_num_tokens)"
+        )
+    if adapt.max_num_tokens > full:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens}, more than rollout.max_completion_length = {full}, the length of a "
+            "full rollout; lower the former or raise the latter"
+        )
+
+
 def _check_roll_back(every: int, train: TrainConfig) -> None:
     """Every probe without an alarm must leave a checkpoint of its step, which must still be there at the next probe."""
     if train.save_every == 0 or every % train.save_every:
@@ -353,6 +395,18 @@ INERT_RULES = (
         ),
         lambda c: c.guard.every == 0,
         "guard.every is 0 (no guard)",
+    ),
+    InertRule(
+        (
+            "adapt.min_num_tokens",
+            "adapt.factor",
+            "adapt.extend_below",
+            "adapt.window",
+            "adapt.tail_factor",
+            "adapt.calm_steps",
+        ),
+        lambda c: c.adapt.max_num_tokens == 0,
+        "adapt.max_num_tokens is 0 (N does not adapt)",
     ),
     InertRule(
         ("distill.divergence", "distill.beta", "distill.top_k"),

@@ -18,7 +18,7 @@ from leanroll.report.curves import (
     draw_rewards,
     rewards_by_name,
 )  # fmt: skip
-from leanroll.report.layout import grid
+from leanroll.report.layout import grid, table
 from leanroll.report.positions import draw_by_position, draw_position_map, first_middle_last, measured
 from leanroll.report.tables import phase_table, summary_table, teacher_evaluation
 from leanroll.rundir import RunDir
@@ -114,6 +114,19 @@ _TOKENS = (
     ),
     Panel("Completions cut", (("truncated_share", "at N"), ("eval/truncated_share", "held out, at the full length"))),
 )
+_ADAPTING = (
+    Panel("Tokens per completion, N", (("distill/num_tokens", "at most, N"),), "Moved at the probes", from_zero=True),
+    Panel(
+        "What N is moved by",
+        (
+            ("adapt/head_kl", "first positions, training"),
+            ("adapt/probe_head_kl", "first positions, probes"),
+            ("adapt/probe_tail_kl", "beyond N, probes"),
+        ),
+        "KL of student and teacher per token",
+        from_zero=True,
+    ),
+)
 _HELD_OUT_LENGTH = Panel("Held-out completion length", (("eval/mean_length", "mean"),), "Mean, at the full length")
 _PROBES = (
     Panel(
@@ -173,6 +186,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
         _section("Held-out reward", held_out),
         _section("Divergence of student and teacher", divergence),
         _section("Tokens", tokens),
+        _section("N over the steps", *_adapting(records)),
         _section("Full-length probes", [draw_panel(panel, records) for panel in _PROBES]),
         _section("Updates", updates),
         _section("Time and memory", cost, phase_table(records)),
@@ -189,6 +203,27 @@ def _unless_always(panel: Panel, value: float, records: Records) -> str:
     """The plot, empty where all of it is one value that says nothing (the summary has it)."""
     names = [name for name, _ in panel.lines]
     return draw_panel(panel, records) if any(r.get(name, value) != value for r in records for name in names) else ""
+
+
+def _adapting(records: Records) -> tuple[list[str], str]:
+    """Plots, and a table of the moves with what led to them; both empty where N does not adapt."""
+    probes = [r for r in records if "adapt/move" in r]
+    if not probes:
+        return [], ""
+    rows = []
+    for record in (r for r in probes if r["adapt/move"]):
+        cells = [record.get(name) for name in ("adapt/head_share", "adapt/probe_head_kl", "adapt/probe_tail_kl")]
+        rows.append(
+            [
+                str(record["step"]),
+                "extended" if record["adapt/move"] > 0 else "shrunk",
+                f"{record['distill/num_tokens']:g}",
+                *("" if cell is None else f"{cell:.3f}" for cell in cells),
+                f"{record.get('probe/alarms', 0):g}",
+            ]
+        )
+    titles = ["step", "N", "from", "head KL, share of its start", "head KL, nats", "KL beyond N, nats", "alarms"]
+    return [draw_panel(panel, records) for panel in _ADAPTING], table(titles, rows) if rows else "<p>N never moved.</p>"
 
 
 def _by_position(records: Records, bin_tokens: int) -> list[str]:

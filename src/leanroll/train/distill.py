@@ -24,6 +24,7 @@ from leanroll.rundir import EVAL, RunDir
 from leanroll.tasks import TaskItem
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
+from leanroll.train.adaptive import HEAD_KL, NumTokensController, ProbeKl
 from leanroll.train.collect import rollout_metrics
 from leanroll.train.distill_update import DistillBatch, DistillUpdater
 from leanroll.train.evaluation import Evaluation, evaluate
@@ -140,6 +141,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         )
         self._updater: DistillUpdater | None = None
         self.guard = self._guard()
+        adapt = config.adapt
+        self.controller = NumTokensController(adapt, options.num_tokens) if adapt.max_num_tokens else None
 
     # -- Algorithm ----------------------------------------------------------------------------------------------------
 
@@ -149,6 +152,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         items = [self.task.train_item(i) for i in self.order.indices(step)]
         prompts = self._with_limits(self.encoder.encode(items), items)
         tokens = config.distill.tokens_at(step, config.train.steps)
+        if self.controller is not None:
+            tokens = self.controller.num_tokens
         sampling = self.sampling if tokens is None else replace(self.sampling, max_completion_length=tokens)
         samples = config.distill.num_generations
         with self.display.phase("rollout", total=len(prompts) * samples):
@@ -175,6 +180,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         if config.distill.per_prompt_tokens:
             size = self.task.num_train
             return largest_own_limit(items if size is None else (self.task.train_item(i) for i in range(size)), full)
+        if config.adapt.max_num_tokens:
+            return config.adapt.max_num_tokens
         ends = [config.distill.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
         return max(tokens or full for tokens in ends)
 
@@ -207,9 +214,13 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         if self._updater is None:
             self._updater = DistillUpdater(self.policy, self.module, self.stepper, self.config, self.run, self.display)
         metrics = batch.metrics | self._updater.update(step, batch)
+        if self.controller is not None and HEAD_KL in metrics:
+            self.controller.observe(metrics[HEAD_KL])
         if self.guard is not None and self.guard.is_due(step):
             found, alarms = self.guard.check(step)
             metrics |= found
+            if self.controller is not None:
+                metrics |= self._adapt(step, self.controller, self.guard.groups, len(alarms))
             self._react(step, alarms)
         return metrics | self.memory()
 
@@ -225,11 +236,33 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         elif action == "roll_back":
             self.halt = Halt(f"{text} Back to step {self.guard.last_calm}.", self.guard.last_calm)
 
+    def _adapt(
+        self, step: int, controller: NumTokensController, groups: Sequence[RolloutGroup], num_alarms: int
+    ) -> dict[str, float]:
+        """Move N after a probe; groups: its completions."""
+        kept = [(group, item) for group, item in zip(groups, self._probe_items, strict=True) if group.rollouts]
+        assert self._updater is not None
+        with self.display.phase("probe"):
+            probed = [group for group, _ in kept]
+            rows = self._ask_teacher(probed, [item for _, item in kept])
+            curves = self._updater.token_kl(DistillBatch(tuple(probed), rows, {}))
+        before, head = controller.num_tokens, self.config.adapt.min_num_tokens
+        tail = np.concatenate([curve[before:] for curve in curves])
+        probe = ProbeKl(
+            float(np.concatenate([curve[:head] for curve in curves]).mean(dtype=np.float64)),
+            float(tail.mean(dtype=np.float64)) if tail.size else None,
+        )
+        decision = controller.decide(step, probe, num_alarms)
+        if decision.move:
+            self.display.say(f"step {step}: N {before} → {decision.num_tokens} tokens; {decision.reason}.")
+        return probe.metrics() | decision.metrics()
+
     def _guard(self) -> CollapseGuard | None:
         options = self.config.guard
         if not options.every:
             return None
-        prompts = self.encoder.encode(self.task.eval_items(options.num_prompts))
+        self._probe_items = self.task.eval_items(options.num_prompts)
+        prompts = self.encoder.encode(self._probe_items)
         sampling = replace(self.sampling, max_completion_length=self.config.rollout.max_completion_length)
         self.engine.check(prompts, sampling)
         return CollapseGuard(options, self.engine, prompts, sampling, self.display)
@@ -290,6 +323,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             self.guard.read_baseline(self.run.path / EVAL)
             calm = [r["step"] for r in self.run.read_metrics() if r.get("probe/alarms") == 0]
             self.guard.last_calm = max(calm, default=0)
+        if self.controller is not None:
+            self.controller.replay(self.run.read_metrics())
 
     def _evaluate_teacher(self) -> Evaluation:
         """The teacher answers the held-out prompts as it sees them."""

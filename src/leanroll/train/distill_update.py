@@ -20,6 +20,7 @@ from leanroll.losses.selection import Chosen, TokenStatistics, needs_statistics,
 from leanroll.measure.packing import PackedBatch, pack
 from leanroll.models import Policy
 from leanroll.rundir import RunDir
+from leanroll.train.adaptive import HEAD_KL
 from leanroll.train.diagnosis import write_diagnosis
 from leanroll.train.objectives import KL_NAMES, TeacherRows, TokenLoss, join_rows, recorded_values
 from leanroll.train.progress import RunDisplay
@@ -91,12 +92,21 @@ class DistillUpdater:
             loss, norm, records = self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, factor))
         trained = sum(int(np.count_nonzero(f)) for f in chosen.factors)
         metrics = rate | {"updates": 1, "trained_tokens": trained, "loss": loss, "grad_norm": norm}
+        if self._config.adapt.max_num_tokens:
+            metrics |= head_metrics(records, self._config.adapt.min_num_tokens)
         return metrics | divergence_metrics(records, bin_tokens=self._config.distill.bin_tokens)
+
+    def token_kl(self, batch: DistillBatch) -> list[np.ndarray]:
+        """Without gradient, per rollout of the flattened groups, which may be longer than those of a step: the KL of its tokens,
+        nats [T] (with distill.top_k its lower bound)."""
+        found = self._score(batch, max(self._max_tokens, _longest(batch.groups)))
+        (name,) = set(KL_NAMES) & found[0].keys()
+        return [values[name] for values in found]
 
     def _with_less_memory(
         self, batch: DistillBatch, run: Callable[[], tuple[float, float, list[DivergenceRecord]]]
     ) -> tuple[float, float, list[DivergenceRecord]]:
-        longest = max(len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in batch.groups for r in g.rollouts)
+        longest = _longest(batch.groups)
         while True:
             try:
                 return run()
@@ -139,14 +149,20 @@ class DistillUpdater:
     def _statistics(self, batch: DistillBatch) -> list[TokenStatistics]:
         """Of every token, by a pass without gradient."""
         names = [f.name for f in fields(TokenStatistics)]
-        found: dict[int, TokenStatistics] = {}
-        with self._display.phase("score"), torch.no_grad():
-            for part in pack(batch.groups, self._max_tokens):
-                result = self._module(part.to(self._student.device), self._teacher_rows(part, batch), None)
-                values = {name: getattr(result, name).cpu().numpy() for name in names}
+        with self._display.phase("score"):
+            found = self._score(batch, self._max_tokens)
+        return [TokenStatistics(**{name: values[name] for name in names}) for values in found]
+
+    def _score(self, batch: DistillBatch, max_tokens: int) -> list[dict[str, np.ndarray]]:
+        """`recorded_values` per rollout of the flattened groups, each [T], without gradient."""
+        found: dict[int, dict[str, np.ndarray]] = {}
+        with torch.no_grad():
+            for part in pack(batch.groups, max_tokens):
+                teacher = self._teacher_rows(part, batch)
+                values = recorded_values(self._module(part.to(self._student.device), teacher, None), teacher)
                 sample_ids = part.sample_ids.numpy()
                 for sample in part.samples:
-                    found[sample] = TokenStatistics(**{n: v[sample_ids == sample] for n, v in values.items()})
+                    found[sample] = {name: value[sample_ids == sample] for name, value in values.items()}
         return [found[sample] for sample in sorted(found)]
 
     def _teacher_rows(self, part: PackedBatch, batch: DistillBatch) -> TeacherRows | None:
@@ -213,3 +229,15 @@ def divergence_metrics(records: Sequence[DivergenceRecord], *, bin_tokens: int) 
     for index, count in zip(*np.unique(bins, return_counts=True), strict=True):
         metrics[f"distill/pos_{index * bin_tokens}/tokens"] = int(count)
     return metrics
+
+
+def head_metrics(records: Sequence[DivergenceRecord], num_tokens: int) -> dict[str, float]:
+    """Mean KL of the first num_tokens positions, for a number of tokens that adapts."""
+    (name,) = set(KL_NAMES) & records[0].values.keys()
+    kl = np.concatenate([r.values[name] for r in records]).astype(np.float64)
+    return {HEAD_KL: float(kl[np.concatenate([r.positions for r in records]) < num_tokens].mean())}
+
+
+def _longest(groups: Sequence[RolloutGroup]) -> int:
+    """Inputs of the longest sequence; the last token of a completion is predicted, not fed."""
+    return max(len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in groups for r in g.rollouts)
