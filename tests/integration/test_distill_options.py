@@ -85,8 +85,9 @@ class TestAdaptiveTokens:
     """Probes at steps 2, 4, 6; windows of one step, so that the first one is the first to move N."""
 
     CHANGES: ClassVar[dict[str, Any]] = {
-        "guard__every": 2, "guard__num_prompts": 2, "guard__num_samples": 1, "train__steps": 6, "adapt__max_num_tokens": 11,
-        "adapt__min_num_tokens": 4, "distill__prompts_per_step": 2, "adapt__window": 1, "adapt__extend_below": 100.0, "adapt__tail_factor": 0.0, **QUICK,
+        "guard__every": 2, "guard__num_prompts": 2, "guard__num_samples": 1, "train__steps": 6,
+        "distill__prompts_per_step": 2, "adapt__max_num_tokens": 11, "adapt__min_num_tokens": 4, "adapt__window": 1,
+        "adapt__extend_below": 100.0, "adapt__tail_factor": 0.0, **QUICK,
     }  # fmt: skip
 
     def test_extends_to_its_limit(
