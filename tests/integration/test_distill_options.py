@@ -209,15 +209,17 @@ class TestTokensPerPrompt:
             distill.run(recipe(models, tmp_path / "run", **self.task(tmp_path, tokens)), quiet=True)
         assert not (tmp_path / "run").exists()
 
-    def test_beyond_the_context(self) -> None:
+    def test_beyond_the_context_or_a_micro_batch(self) -> None:
         item = TaskItem(7, ({"role": "user", "content": "x" * 100},), num_tokens=10)
         prompt = Prompt(7, tuple(range(1, 56)))
-        (found,) = with_own_limits([prompt], [item], 12, 65)
+        (found,) = with_own_limits([prompt], [item], 12, 65, 64)
         assert found.max_completion_length == 10
         with pytest.raises(
             ConfigError, match=r"Training prompt 7 \('x{60}…'\) has 55 tokens and num_tokens = 10; .* 64"
         ):
-            with_own_limits([prompt], [item], 12, 64)
+            with_own_limits([prompt], [item], 12, 64, 64)
+        with pytest.raises(ConfigError, match=r"which take 64; a micro-batch must hold them, and .* is 63"):
+            with_own_limits([prompt], [item], 12, 65, 63)
 
     def test_options_that_do_not_fit(self, models: tuple[Path, Path], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"distill\.num_tokens is set but has no effect"):

@@ -128,7 +128,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         )
         longest = self._longest(items)
         prompts = self._with_limits(prompts, items)
-        need = max(len(p.token_ids) for p in prompts) + longest - 1
+        need = max(len(p.token_ids) + (p.max_completion_length or longest) for p in prompts) - 1
         if need > config.train.micro_batch_tokens:
             raise ConfigError(
                 f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but a prompt with {longest} completion tokens can "
@@ -190,7 +190,9 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         if not self.config.distill.per_prompt_tokens:
             return prompts
         full = self.config.rollout.max_completion_length
-        return with_own_limits(prompts, items, full, self.policy.spec.max_position)
+        return with_own_limits(
+            prompts, items, full, self.policy.spec.max_position, self.config.train.micro_batch_tokens
+        )
 
     def _ask_teacher(self, groups: Sequence[RolloutGroup], items: Sequence[TaskItem]) -> tuple[TeacherRows, ...]:
         """What the teacher says of every completion, nothing where it is not asked; items: one per group."""

@@ -69,13 +69,16 @@ def largest_own_limit(items: Iterable[TaskItem], full: int) -> int:
     return max(_own_limit(item, full) for item in items)
 
 
-def with_own_limits(prompts: Sequence[Prompt], items: Sequence[TaskItem], full: int, max_position: int) -> list[Prompt]:
+def with_own_limits(
+    prompts: Sequence[Prompt], items: Sequence[TaskItem], full: int, max_position: int, micro_batch_tokens: int
+) -> list[Prompt]:
     """The prompts of these items, each to be completed with at most the tokens that its item names.
 
-    full: as for `largest_own_limit`. max_position: tokens that the model's context holds.
+    full: as for `largest_own_limit`. max_position: tokens that the model's context holds. micro_batch_tokens: that a micro-batch
+        holds.
 
     Raises:
-        ConfigError: what `largest_own_limit` raises, or prompt and completion do not fit in the context.
+        ConfigError: what `largest_own_limit` raises, or prompt and completion do not fit in the context or in a micro-batch.
     """
     found = []
     for prompt, item in zip(prompts, items, strict=True):
@@ -84,6 +87,12 @@ def with_own_limits(prompts: Sequence[Prompt], items: Sequence[TaskItem], full: 
             raise ConfigError(
                 f"{_named(item)} has {len(prompt.token_ids)} tokens and num_tokens = {own}; the model's context holds "
                 f"{max_position}. Lower its num_tokens, or shorten it."
+            )
+        if len(prompt.token_ids) + own - 1 > micro_batch_tokens:
+            raise ConfigError(
+                f"{_named(item)} has {len(prompt.token_ids)} tokens and num_tokens = {own}, which take "
+                f"{len(prompt.token_ids) + own - 1}; a micro-batch must hold them, and train.micro_batch_tokens is "
+                f"{micro_batch_tokens}. Raise it, or lower num_tokens."
             )
         found.append(replace(prompt, max_completion_length=own))
     return found
