@@ -109,21 +109,21 @@ class TestAdaptiveTokens:
     def test_shrinks_and_survives_a_kill(
         self, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The second probe alarms; both moves lie before the checkpoint that the killed run goes on from."""
+        """Probes at every step, the third one alarms; both moves lie before the checkpoint that the killed run goes on from."""
         check = guard.CollapseGuard.check
 
         def alarming(self: guard.CollapseGuard, step: int) -> Any:
             found, _ = check(self, step)
-            return (found | {"probe/alarms": int(step == 4)}), ["injected"] * (step == 4)
+            return (found | {"probe/alarms": int(step == 3)}), ["injected"] * (step == 3)
 
         monkeypatch.setattr(guard.CollapseGuard, "check", alarming)
         straight, broken = tmp_path / "straight", tmp_path / "broken"
-        changes = self.CHANGES | {"train__save_every": 5}
+        changes = self.CHANGES | {"train__save_every": 3, "train__steps": 4, "guard__every": 1}
         distill.run(recipe(models, straight, **changes), quiet=True)
         records = metrics(straight)
-        assert [r["distill/num_tokens"] for r in records[1:]] == [6, 6, 9, 9, 6, 6]
-        assert [r["adapt/move"] for r in records if "adapt/move" in r] == [1, -1, 0], "calm after the shrink"
-        killed_in_step(6, recipe(models, broken, **changes))
+        assert [r["distill/num_tokens"] for r in records[1:]] == [6, 6, 9, 6]
+        assert [r["adapt/move"] for r in records if "adapt/move" in r] == [0, 1, -1, 0], "calm after the shrink"
+        killed_in_step(4, recipe(models, broken, **changes))
         distill.run(recipe(models, broken, **changes), resume=True, quiet=True)
         assert metrics(broken) == records
 
