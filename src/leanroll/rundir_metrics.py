@@ -104,6 +104,22 @@ SCHEMA: dict[str, Metric] = {
     "distill/pos_<start>/reverse_kl": Metric(
         "nats", "Mean KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
     ),
+    # with distill.top_k: outcomes outside the teacher's top k and the sampled token are one bucket, the tail
+    "distill/topk_reverse_kl": Metric(
+        "nats", "Mean reverse KL with the tail as one outcome, a lower bound of KL(p ‖ q), per token."
+    ),
+    "distill/first_token_topk_kl": Metric(
+        "nats", "Mean of that lower bound of KL(p ‖ q) at the first token of a completion."
+    ),
+    "distill/student_tail": Metric("1", "Mean probability of the tail under p."),
+    "distill/teacher_tail": Metric("1", "Mean probability of the tail under q, as used: at least the floor."),
+    "distill/tail_clamped_share": Metric("share", "Tokens at which q of the tail was raised to the floor."),
+    "distill/pos_<start>/topk_reverse_kl": Metric(
+        "nats", "Mean of the lower bound of KL(p ‖ q), positions from <start>; bins of distill.bin_tokens."
+    ),
+    # with distill.objective = "no_teacher"
+    "distill/sampled_logprob": Metric("nats", "Mean log-probability of the sampled tokens under p."),
+    "distill/pushed_share": Metric("share", "Tokens whose p is below distill.no_teacher_threshold."),
     "distill/pos_<start>/tokens": Metric("tokens", "Generated tokens at positions from <start>."),
     "preflight/first_token_kl": Metric("nats", "Mean KL(p ‖ q) at the first token over the preflight's prompts."),
     "preflight/student_dropped": Metric("1", "Mean probability of the student on ids that the teacher lacks, there."),
@@ -119,6 +135,12 @@ SCHEMA: dict[str, Metric] = {
     "probe/length_p50": Metric("tokens", "Median length of probe completions."),
     "probe/length_p90": Metric("tokens", "90th percentile of the length of probe completions."),
     "probe/alarms": Metric("count", "Statistics that moved further from step 0 than [guard] allows."),
+    # N that adapts: the head is the first adapt.min_num_tokens positions; KL(p ‖ q), or its lower bound with distill.top_k
+    "adapt/head_kl": Metric("nats", "Mean KL of the head per token, in the step's completions."),
+    "adapt/head_share": Metric("1", "Mean adapt/head_kl of the last adapt.window steps over that of the first ones."),
+    "adapt/probe_head_kl": Metric("nats", "Mean KL of the head per token, in the probe's completions."),
+    "adapt/probe_tail_kl": Metric("nats", "Mean KL per token from position N on, in the probe's completions."),
+    "adapt/move": Metric("1", "What the probe did to N of the next step: 1 extended, -1 shrunk, 0 left it."),
     # acceptance
     "alpha/p05": Metric("1", "5th percentile over tokens of the exact acceptance rate sum_v min(p, q)."),
     "alpha/mean": Metric("1", "Mean of the exact acceptance rate."),

@@ -29,12 +29,14 @@ class Prompt:
 
     index: position in the task's split; part of the key of the random draws.
     columns: everything the task knows about the prompt; passed to reward functions.
+    max_completion_length: tokens per completion of this prompt, at most that of the sampling parameters; None: theirs.
     """
 
     index: int
     token_ids: tuple[int, ...]
     text: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    max_completion_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class SamplingParams:
 
     temperature: 0 means greedy (log-probs are then 0 by definition of the drawn distribution).
     top_k: 0 means off. top_p: 1.0 means off. min_p: 0.0 means off.
-    max_completion_length: tokens, the stop token included.
+    max_completion_length: tokens, the stop token included. A prompt may have a smaller one of its own.
     stop_token_ids: a sampled stop id ends the completion and is kept as its last token.
     stop_strings: the completion ends with the token that completes the string.
     seed: draws are keyed by (seed, step, prompt index, sample index, position).

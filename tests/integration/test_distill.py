@@ -13,57 +13,23 @@ from peft import AutoPeftModelForCausalLM
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from leanroll.cli.main import main
-from leanroll.config import DistillConfig, to_toml, validate
+from leanroll.config import to_toml
 from leanroll.errors import ConfigError, ModelError, OutOfMemory, TeacherError, TrainingDiverged
 from leanroll.losses.distill import divergence
 from leanroll.measure.logprobs import batch_hidden
 from leanroll.measure.packing import pack
-from leanroll.models import LoraSpec, load_policy
+from leanroll.models import load_policy
 from leanroll.rundir import RunDir
-from leanroll.rundir_metrics import is_timing
-from leanroll.train import distill, distill_update, guard, stepper
+from leanroll.train import distill, distill_update, guard, objectives, stepper
 from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
-from tests.recipe import reward, save_tiny_model
+from tests.distilling import distill_adapter, killed_in_step, metrics, recipe, save_pair
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A student, and a teacher of another architecture and size with the same tokenizer."""
-    student = save_tiny_model(tmp_path_factory.mktemp("student"))
-    teacher = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
-    tiny_tokenizer().save_pretrained(teacher)
-    return student, teacher
-
-
-def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> DistillConfig:
-    """Dense rollouts of at most 6 tokens, LoRA; `changes` are dotted keys with __ for the dot."""
-    data: dict[str, Any] = {
-        "name": "tiny",
-        "model": {"name": str(models[0]), "dtype": "float32", "device": "cpu"},
-        "adapter": {"r": 8, "alpha": 16.0},
-        "teacher": {"model": str(models[1]), "evaluate": False, "preflight_prompts": 4, "max_dropped_mass": 0.5},
-        "task": {"rewards": reward("share_of_liked_ids"), "reward_workers": 0},
-        "rollout": {"kernel": "reference", "max_completion_length": 12, "kv_memory_gib": 0.1},
-        "distill": {"prompts_per_step": 4, "num_tokens": 6, "bin_tokens": 4},
-        "guard": {},
-        "optimizer": {"learning_rate": 0.01},
-        "train": {"steps": 3, "micro_batch_tokens": 1024, "run_dir": str(run_dir)},
-        "eval": {"num_prompts": 4, "num_samples": 1},
-    }
-    for key, value in changes.items():
-        section, _, field = key.partition("__")
-        data[section][field] = value
-        if value is None:
-            data[section].pop(field, None)
-    return validate(DistillConfig, data)
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    records = RunDir.open(run_dir).read_metrics()
-    return [{k: v for k, v in record.items() if not is_timing(k)} for record in records]
+    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def test_follows_the_teacher_and_leaves_a_complete_run(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -136,20 +102,7 @@ def test_killed_and_resumed_is_never_killed(models: tuple[Path, Path], tmp_path:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     changes = {"distill__final_num_tokens": 12, "train__save_every": 2}
     distill.run(recipe(models, straight, train__steps=4, **changes), quiet=True)
-    with pytest.MonkeyPatch.context() as patch:
-        calls = 0
-        collect = distill.DistillTrainer.collect
-
-        def dying(trainer: distill.DistillTrainer, step: int) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 4:
-                raise KeyboardInterrupt
-            return collect(trainer, step)
-
-        patch.setattr(distill.DistillTrainer, "collect", dying)
-        with pytest.raises(KeyboardInterrupt):
-            distill.run(recipe(models, broken, train__steps=4, **changes), quiet=True)
+    killed_in_step(4, recipe(models, broken, train__steps=4, **changes))
     distill.run(recipe(models, broken, train__steps=4, **changes), resume=True, quiet=True)
     assert metrics(broken) == metrics(straight)
     assert [r["distill/num_tokens"] for r in metrics(straight)[1:]] == [6, 8, 10, 12]
@@ -246,7 +199,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
             **{f: getattr(result, f) for f in result.__slots__ if f != "loss"}, loss=result.loss * torch.nan
         )
 
-    monkeypatch.setattr(distill_update, "divergence", poisoned)
+    monkeypatch.setattr(objectives, "divergence", poisoned)
     run = tmp_path / "run"
     with pytest.raises(TrainingDiverged, match="Step 1: the loss is nan"):
         distill.run(recipe(models, run), quiet=True)
@@ -451,10 +404,6 @@ class TestTeachers:
         )  # fmt: skip
         with pytest.raises(ConfigError, match="has no privileged text"):
             distill.run(config, quiet=True)
-
-
-def distill_adapter() -> LoraSpec:
-    return LoraSpec(r=8, alpha=16.0)
 
 
 def test_command_line(models: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

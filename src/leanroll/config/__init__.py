@@ -7,7 +7,7 @@ config.rollout.max_completion_length
 from leanroll.config.base import Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
-from leanroll.config.distillation import DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
 from leanroll.config.profile import ProfilingConfig
 from leanroll.config.recipes import (
@@ -30,6 +30,7 @@ from leanroll.config.suite import Suite, SuiteConfig, SuiteRun, load_suite
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
 __all__ = [
+    "AdaptConfig",
     "AdapterConfig",
     "AlgorithmConfig",
     "BenchConfig",

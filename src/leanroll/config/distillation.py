@@ -120,6 +120,40 @@ class GuardConfig(Section):
     )
 
 
+class AdaptConfig(Section):
+    """[adapt]: N, the tokens generated per completion, moves during training, from distill.num_tokens on, at the probes of the
+    collapse guard. The head is the first min_num_tokens positions, which every N generates."""
+
+    max_num_tokens: Int = Field(0, ge=0, description="Largest N, tokens. 0: N does not adapt.")
+    min_num_tokens: Int = Field(8, ge=1, description="Smallest N, tokens; also how long the head is.")
+    factor: Float = Field(
+        1.5, gt=1, description="N is multiplied by it to extend and divided by it to shrink, rounded."
+    )
+    extend_below: Float = Field(
+        0.5,
+        gt=0,
+        description="Extend once the head's mean KL is at most this share of that at the start (1: without any fall).",
+    )
+    window: Int = Field(
+        5, ge=1, description="Training steps over which the head's KL is averaged, at the start and now."
+    )
+    tail_factor: Float = Field(
+        1.0,
+        ge=0,
+        description="Extend only while, in the probes, the KL beyond N is more than this many times the head's. 0: any KL there.",
+    )
+    calm_steps: Int = Field(20, ge=0, description="Steps after a shrink in which N does not extend. 0: no such time.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdaptConfig:
+        if self.max_num_tokens and self.min_num_tokens > self.max_num_tokens:
+            raise ValueError(
+                f"adapt.min_num_tokens is {self.min_num_tokens}, more than adapt.max_num_tokens = {self.max_num_tokens}; lower the "
+                "former or raise the latter"
+            )
+        return self
+
+
 class DistillationConfig(Section):
     """[distill]: what is generated and how the student follows the teacher on it."""
 
@@ -135,8 +169,33 @@ class DistillationConfig(Section):
     final_num_tokens: Int | None = Field(
         None, ge=1, description="num_tokens of the last step; it changes linearly over the steps. None: it stays."
     )
+    objective: Literal["divergence", "no_teacher"] = Field(
+        "divergence",
+        description="divergence: follow the teacher; no_teacher: push down what the student itself finds unlikely, a control "
+        "that asks no teacher in training (it is still compared and evaluated before).",
+    )
+    no_teacher_threshold: Float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Only tokens strictly below this probability under the student are pushed down. 1: all. Only for no_teacher.",
+    )
+    no_teacher_advantage: Float = Field(
+        -1.0, lt=0, description="Advantage of those tokens in the policy gradient. Only for no_teacher."
+    )
+    per_prompt_tokens: Bool = Field(
+        False,
+        description="Every prompt names its own num_tokens (a file task: the column `num_tokens`), at most "
+        "rollout.max_completion_length.",
+    )
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
         "reverse_kl", description="Divergence of student and teacher over the full vocabulary, per token."
+    )
+    top_k: Int | None = Field(
+        None,
+        ge=1,
+        description="Compare the teacher's k likeliest tokens, the sampled one and one bucket for all others: a lower bound of the "
+        "reverse KL, for which the teacher's head is streamed once. None: the full vocabulary.",
     )
     beta: Float | None = Field(
         None, gt=0, lt=1, description="Interpolation of jsd: the teacher's share of the mixture. Only for jsd."
@@ -170,6 +229,26 @@ class DistillationConfig(Section):
             raise ValueError(
                 f"distill.beta is set but has no effect, because distill.divergence is {self.divergence!r}"
             )
+        if self.full_rollouts and self.per_prompt_tokens:
+            raise ValueError(
+                "distill.full_rollouts and distill.per_prompt_tokens are both true; a rollout is either full or stops at its "
+                "prompt's number of tokens. Leave out one of them"
+            )
+        if self.top_k is not None and self.divergence != "reverse_kl":
+            raise ValueError(
+                f"distill.top_k is {self.top_k} with distill.divergence {self.divergence!r}; the tail bucket is for 'reverse_kl' "
+                "alone. Leave out one of them"
+            )
+        if self.top_k is not None and self.selection.startswith("top_"):
+            raise ValueError(
+                f"distill.selection is {self.selection!r}, which ranks tokens by statistics over the full vocabulary, but "
+                f"distill.top_k is {self.top_k}; leave out one of them"
+            )
+        if not self.asks_teacher and self.selection.startswith("top_"):
+            raise ValueError(
+                f"distill.selection is {self.selection!r}, which ranks tokens by what the teacher says, but distill.objective is "
+                "'no_teacher'; leave out one of them"
+            )
         if self.selection == "equal_weight_full" and self.normalizer == "sum":
             raise ValueError(
                 "distill.selection is 'equal_weight_full' with distill.normalizer 'sum', where every token weighs the same anyway; "
@@ -186,10 +265,15 @@ class DistillationConfig(Section):
             )
         return self
 
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether the teacher scores the completions of a step."""
+        return self.objective == "divergence"
+
     def tokens_at(self, step: int, num_steps: int) -> int | None:
-        """Tokens generated per completion in the 1-based `step` of `num_steps`; None: full rollouts."""
+        """Tokens generated per completion in the 1-based `step` of `num_steps`; None: full rollouts, or each prompt's own."""
         first, last = self.num_tokens, self.final_num_tokens
-        if self.full_rollouts:
+        if self.full_rollouts or self.per_prompt_tokens:
             return None
         if last is None or num_steps == 1:
             return first

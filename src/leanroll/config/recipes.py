@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
-from leanroll.config.distillation import DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.profile import ProfilingConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
@@ -92,6 +92,7 @@ class DistillConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     distill: DistillationConfig = DistillationConfig()
     guard: GuardConfig = GuardConfig()
+    adapt: AdaptConfig = AdaptConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -100,9 +101,10 @@ class DistillConfig(Section):
     def _consistent(self) -> DistillConfig:
         distill, rollout, teacher = self.distill, self.rollout, self.teacher
         full = rollout.max_completion_length
-        for name in () if distill.full_rollouts else ("num_tokens", "final_num_tokens"):
+        limited = not (distill.full_rollouts or distill.per_prompt_tokens)
+        for name in ("num_tokens", "final_num_tokens"):
             tokens = getattr(distill, name)
-            if tokens is not None and tokens > full:
+            if limited and tokens is not None and tokens > full:
                 raise ValueError(
                     f"distill.{name} is {tokens}, more than rollout.max_completion_length = {full}, the length of a full rollout; "
                     "lower the former or raise the latter"
@@ -114,6 +116,11 @@ class DistillConfig(Section):
             )
         longest = full if distill.full_rollouts else max(distill.num_tokens, distill.final_num_tokens or 0)
         limit = "rollout.max_completion_length" if distill.full_rollouts else "distill.num_tokens"
+        if distill.per_prompt_tokens:
+            longest = 1  # the trainer reads them
+        if self.adapt.max_num_tokens:
+            _check_adapt(self)
+            longest, limit = self.adapt.max_num_tokens, "adapt.max_num_tokens"
         _check_training(self.optimizer, self.train, longest, limit)
         if self.guard.every and self.guard.on_alarm == "roll_back":
             _check_roll_back(self.guard.every, self.train)
@@ -252,6 +259,44 @@ RecipeT = TypeVar(
 )
 
 
+def _check_adapt(config: DistillConfig) -> None:
+    adapt, distill, full = config.adapt, config.distill, config.rollout.max_completion_length
+    others = {
+        "distill.full_rollouts is true": distill.full_rollouts,
+        "distill.per_prompt_tokens is true": distill.per_prompt_tokens,
+        "distill.final_num_tokens is set": distill.final_num_tokens is not None,
+    }
+    for other in (text for text, holds in others.items() if holds):
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens} and {other}; N either adapts or is said. Leave out one"
+        )
+    if not distill.asks_teacher:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens} and distill.objective is {distill.objective!r}; N adapts to the KL "
+            "from the teacher, which is not asked then. Leave out one of them"
+        )
+    if not config.guard.every:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens}, but guard.every is 0; N moves at the guard's probes alone. Set "
+            "guard.every, 20 say, or leave [adapt] out"
+        )
+    if config.guard.on_alarm == "roll_back":
+        raise ValueError(
+            "guard.on_alarm is 'roll_back' with [adapt]; the way back would forget the alarm, and the shrink that answers it. Use "
+            "'warn', or 'stop'"
+        )
+    if not adapt.min_num_tokens <= distill.num_tokens <= adapt.max_num_tokens:
+        raise ValueError(
+            f"distill.num_tokens is {distill.num_tokens}, where N starts; expected {adapt.min_num_tokens} to "
+            f"{adapt.max_num_tokens} (adapt.min_num_tokens, adapt.max_num_tokens)"
+        )
+    if adapt.max_num_tokens > full:
+        raise ValueError(
+            f"adapt.max_num_tokens is {adapt.max_num_tokens}, more than rollout.max_completion_length = {full}, the length of a "
+            "full rollout; lower the former or raise the latter"
+        )
+
+
 def _check_roll_back(every: int, train: TrainConfig) -> None:
     """Every probe without an alarm must leave a checkpoint of its step, which must still be there at the next probe."""
     if train.save_every == 0 or every % train.save_every:
@@ -352,9 +397,36 @@ INERT_RULES = (
         "guard.every is 0 (no guard)",
     ),
     InertRule(
+        (
+            "adapt.min_num_tokens",
+            "adapt.factor",
+            "adapt.extend_below",
+            "adapt.window",
+            "adapt.tail_factor",
+            "adapt.calm_steps",
+        ),
+        lambda c: c.adapt.max_num_tokens == 0,
+        "adapt.max_num_tokens is 0 (N does not adapt)",
+    ),
+    InertRule(
+        ("distill.divergence", "distill.beta", "distill.top_k"),
+        lambda c: not c.distill.asks_teacher,
+        "distill.objective is 'no_teacher'",
+    ),
+    InertRule(
+        ("distill.no_teacher_threshold", "distill.no_teacher_advantage"),
+        lambda c: c.distill.asks_teacher,
+        "distill.objective is 'divergence'",
+    ),
+    InertRule(
         ("distill.num_tokens", "distill.final_num_tokens", "distill.compare_full"),
         lambda c: c.distill.full_rollouts,
         "distill.full_rollouts is true",
+    ),
+    InertRule(
+        ("distill.num_tokens", "distill.final_num_tokens"),
+        lambda c: c.distill.per_prompt_tokens,
+        "distill.per_prompt_tokens is true",
     ),
     InertRule(
         ("teacher.evaluate", "teacher.min_margin"),

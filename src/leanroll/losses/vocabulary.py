@@ -40,6 +40,25 @@ class Side:
     stops: Tensor
     dropped: Tensor
 
+    @classmethod
+    def whole(cls, size: int, device: torch.device | str = "cpu") -> Side:
+        """Every id is an outcome of its own."""
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(size, slice(0, size), none, none)
+
+    @property
+    def num_outcomes(self) -> int:
+        """C."""
+        return self.columns.stop if isinstance(self.columns, slice) else self.columns.numel()
+
+    def outcomes(self, ids: Tensor) -> Tensor:
+        """The outcome of each id: int64 of any shape → the same shape, 0 … C - 1, and -1 for an id that is dropped."""
+        index = torch.full((self.size,), -1, dtype=torch.int64, device=ids.device)
+        index[self.columns] = torch.arange(self.num_outcomes, device=ids.device)
+        if self.stops.numel():
+            index[self.stops] = index[self.stops[:1]]
+        return index[ids]
+
     def log_probs(self, x: Tensor, scratch: Scratch, name: str) -> tuple[Tensor, Tensor]:
         """Log-probabilities [n, C] of the outcomes under logits x [n, V] (left as they are), and the probability [n] dropped."""
         members = x[:, self.stops]

@@ -30,6 +30,9 @@ _SUMMARY = (
     ("distill/reverse_kl", "KL(student ‖ teacher)"),
     ("distill/forward_kl", "KL(teacher ‖ student)"),
     ("distill/first_token_kl", "KL(student ‖ teacher) at the first token"),
+    ("distill/topk_reverse_kl", "KL(student ‖ teacher) with a tail bucket, a lower bound"),
+    ("distill/tail_clamped_share", "tails raised to the floor"),
+    ("distill/pushed_share", "tokens pushed down, without a teacher"),
     ("distill/teacher_top1_share", "same likeliest token"),
     ("distill/num_tokens", "tokens per completion at most, N"),
     ("completion_length/mean", "completion length"),
@@ -50,6 +53,32 @@ _DIVERGENCE = Panel(
         ("distill/first_token_kl", "student ‖ teacher, first token"),
     ),
     "Per token over the full vocabulary",
+    from_zero=True,
+)
+_TOPK = (
+    Panel(
+        "KL of student and teacher, lower bound",
+        (
+            ("distill/topk_reverse_kl", "student ‖ teacher"),
+            ("distill/first_token_topk_kl", "student ‖ teacher, first token"),
+        ),
+        "Per token, of the teacher's likeliest tokens, the sampled one and a bucket for the rest",
+        from_zero=True,
+    ),
+    Panel(
+        "The bucket for the rest",
+        (
+            ("distill/student_tail", "probability, student"),
+            ("distill/teacher_tail", "probability, teacher"),
+            ("distill/tail_clamped_share", "teacher's raised to the floor, share of tokens"),
+        ),
+        from_zero=True,
+    ),
+)
+_NO_TEACHER = Panel(
+    "Tokens pushed down",
+    (("distill/pushed_share", "below the threshold"),),
+    "Share, no teacher asked",
     from_zero=True,
 )
 _ENTROPY = Panel(
@@ -84,6 +113,19 @@ _TOKENS = (
         from_zero=True,
     ),
     Panel("Completions cut", (("truncated_share", "at N"), ("eval/truncated_share", "held out, at the full length"))),
+)
+_ADAPTING = (
+    Panel("Tokens per completion, N", (("distill/num_tokens", "at most, N"),), "Moved at the probes", from_zero=True),
+    Panel(
+        "What N is moved by",
+        (
+            ("adapt/head_kl", "first positions, training"),
+            ("adapt/probe_head_kl", "first positions, probes"),
+            ("adapt/probe_tail_kl", "beyond N, probes"),
+        ),
+        "KL of student and teacher per token",
+        from_zero=True,
+    ),
 )
 _HELD_OUT_LENGTH = Panel("Held-out completion length", (("eval/mean_length", "mean"),), "Mean, at the full length")
 _PROBES = (
@@ -128,6 +170,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
     held_out = [draw_rewards(records, reference), draw_panel(by_name, records), draw_panel(_HELD_OUT_LENGTH, records)]
     divergence = [
         draw_panel(_DIVERGENCE, records),
+        *(draw_panel(panel, records) for panel in (*_TOPK, _NO_TEACHER)),
         draw_panel(_ENTROPY, records),
         *_by_position(records, config["distill"].get("bin_tokens", 0)),
         draw_panel(_AGREEMENT, records),
@@ -144,6 +187,7 @@ def distill_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list
         _section("Held-out reward", held_out),
         _section("Divergence of student and teacher", divergence),
         _section("Tokens", tokens),
+        _section("N over the steps", *_adapting(records)),
         _section("Full-length probes", [draw_panel(panel, records) for panel in _PROBES]),
         _section("Updates", updates),
         _section("Time and memory", cost, phase_table(records)),
@@ -182,23 +226,46 @@ def _unless_always(panel: Panel, value: float, records: Records) -> str:
     return draw_panel(panel, records) if any(r.get(name, value) != value for r in records for name in names) else ""
 
 
+def _adapting(records: Records) -> tuple[list[str], str]:
+    """Plots, and a table of the moves with what led to them; both empty where N does not adapt."""
+    probes = [r for r in records if "adapt/move" in r]
+    if not probes:
+        return [], ""
+    rows = []
+    for record in (r for r in probes if r["adapt/move"]):
+        cells = [record.get(name) for name in ("adapt/head_share", "adapt/probe_head_kl", "adapt/probe_tail_kl")]
+        rows.append(
+            [
+                str(record["step"]),
+                "extended" if record["adapt/move"] > 0 else "shrunk",
+                f"{record['distill/num_tokens']:g}",
+                *("" if cell is None else f"{cell:.3f}" for cell in cells),
+                f"{record.get('probe/alarms', 0):g}",
+            ]
+        )
+    titles = ["step", "N", "from", "head KL, share of its start", "head KL, nats", "KL beyond N, nats", "alarms"]
+    return [draw_panel(panel, records) for panel in _ADAPTING], table(titles, rows) if rows else "<p>N never moved.</p>"
+
+
 def _by_position(records: Records, bin_tokens: int) -> list[str]:
     """KL by position: some steps beside each other, and a map of all."""
-    where = f"in bins of {bin_tokens} tokens (distill/pos_<start>/reverse_kl)."
+    name = "topk_reverse_kl" if measured(records, _BINS, "topk_reverse_kl") else "reverse_kl"
+    what = "KL(student ‖ teacher) per token" + (", a lower bound" if name != "reverse_kl" else "")
+    where = f"in bins of {bin_tokens} tokens (distill/pos_<start>/{name})."
     curves = draw_by_position(
         "KL by position",
-        first_middle_last(measured(records, _BINS, "reverse_kl")),
+        first_middle_last(measured(records, _BINS, name)),
         _BINS,
         bin_tokens,
-        (("reverse_kl", "-"),),
-        note=f"KL(student ‖ teacher) per token at the start, in the middle and at the end of the run, {where}",
+        ((name, "-"),),
+        note=f"{what} at the start, in the middle and at the end of the run, {where}",
         y_label="nats per token",
         from_zero=True,
     )
-    note = f"KL(student ‖ teacher) per token, {where} Blank: no token."
+    note = f"{what}, {where} Blank: no token."
     return [
         curves,
-        draw_position_map("KL by position and step", records, _BINS, bin_tokens, "reverse_kl", note=note, unit="nats"),
+        draw_position_map("KL by position and step", records, _BINS, bin_tokens, name, note=note, unit="nats"),
     ]
 
 
@@ -206,6 +273,8 @@ def _what(records: Records, config: dict[str, Any]) -> str:
     """Who learned from whom, on how many tokens, and how far the run got."""
     limits = [r["distill/num_tokens"] for r in records if "distill/num_tokens" in r]
     text = f"{config['model']['name']} learns from {_teacher(config['teacher'])}"
+    if config["distill"].get("objective") == "no_teacher":
+        text = f"{config['model']['name']} pushes down what it finds unlikely and asks no teacher"
     if limits:
         ends = f"{limits[0]:g}" if limits[0] == limits[-1] else f"{limits[0]:g} to {limits[-1]:g}"
         text += f", on its own completions of at most {ends} tokens"

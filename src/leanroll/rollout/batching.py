@@ -161,7 +161,7 @@ class Batcher:
         size = self.pool.page_size
         shared = self.pool.match_prefix(source.prompt.token_ids, (source.length - 1) // size)
         own = source.num_prompt_pages(size) - len(shared)
-        first_sample = source.num_sample_pages(size, self.sampling.max_completion_length)
+        first_sample = source.num_sample_pages(size)
         if not self.pool.reserve(own + first_sample):
             return False
         self.pool.share(shared)
@@ -205,7 +205,7 @@ class Batcher:
 
     def _start(self, source: PromptState, copies: tuple[list[int], list[int]]) -> SequenceState | None:
         size = self.pool.page_size
-        needed = source.num_sample_pages(size, self.sampling.max_completion_length)
+        needed = source.num_sample_pages(size)
         if source.num_promised:
             source.num_promised = 0
         elif not self.pool.reserve(needed):
@@ -221,9 +221,7 @@ class Batcher:
             pages.append(page)
             needed -= 1
         index = source.waiting.popleft()
-        uniforms = sequence_uniforms(
-            self.sampling.seed, self.step, source.prompt.index, index, self.sampling.max_completion_length
-        )
+        uniforms = sequence_uniforms(self.sampling.seed, self.step, source.prompt.index, index, source.limit)
         return SequenceState(source, index, uniforms, pages, num_promised=needed)
 
     # -- decode --------------------------------------------------------------------------------------------------------
@@ -339,7 +337,7 @@ class Batcher:
             )
             if any(s in tail for s in self._stop_strings):
                 return "stop"
-        if len(sequence.token_ids) >= self.sampling.max_completion_length:
+        if len(sequence.token_ids) >= sequence.source.limit:
             return "length"
         return None
 

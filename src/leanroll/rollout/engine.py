@@ -8,7 +8,6 @@ need are reserved, and is never prefilled again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -114,10 +113,10 @@ class RolloutEngine:
         """
         if num_samples < 1:
             raise ConfigError(f"num_samples is {num_samples}; expected at least 1.")
-        sources = [PromptState(i, p, deque(range(num_samples))) for i, p in enumerate(prompts)]
+        sources = [PromptState.of(i, p, range(num_samples), sampling) for i, p in enumerate(prompts)]
         runnable = self._runnable(sources, sampling)
         if runnable:
-            self._pool = self._pool_for(runnable, sampling, num_samples)
+            self._pool = self._pool_for(runnable, num_samples)
             batcher = Batcher(
                 self.policy,
                 self._pool,
@@ -144,7 +143,7 @@ class RolloutEngine:
 
     def check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         """Raise the ConfigError that `generate` would raise before it generates anything."""
-        self._runnable([PromptState(i, p, deque([0])) for i, p in enumerate(prompts)], sampling)
+        self._runnable([PromptState.of(i, p, [0], sampling) for i, p in enumerate(prompts)], sampling)
 
     def _runnable(self, sources: list[PromptState], sampling: SamplingParams) -> list[PromptState]:
         check_sampling(sampling, self.policy.spec.vocab_size)
@@ -156,12 +155,14 @@ class RolloutEngine:
     def _admissible(self, source: PromptState, sampling: SamplingParams) -> bool:
         """Whether the prompt's samples can ever run; otherwise they fail here, alone."""
         size, most = self.schedule.page_size, sampling.max_completion_length
-        total = source.length + most
-        needed = source.num_prompt_pages(size) + source.num_sample_pages(size, most)
+        total = source.length + source.limit
+        needed = source.num_prompt_pages(size) + source.num_sample_pages(size)
         limit = self.policy.spec.max_position
         outside = [i for i in source.prompt.token_ids if not 0 <= i < self.policy.spec.vocab_size]
         if source.length == 0:
             reason = "the prompt has no tokens; give at least one (a BOS token, say)."
+        elif not 1 <= source.limit <= most:
+            reason = f"the prompt's own max_completion_length is {source.limit}; expected 1 to {most}, the sampling's."
         elif outside:
             reason = (
                 f"the prompt holds token id {outside[0]}, but the model's vocabulary has {self.policy.spec.vocab_size} "
@@ -169,7 +170,7 @@ class RolloutEngine:
             )
         elif total > limit:
             reason = (
-                f"prompt of {source.length} tokens + max_completion_length {sampling.max_completion_length} = {total} "
+                f"prompt of {source.length} tokens + max_completion_length {source.limit} = {total} "
                 "tokens, but "
                 f"the model's context holds {limit}; shorten the prompt or the completion."
             )
@@ -185,12 +186,12 @@ class RolloutEngine:
         source.waiting.clear()
         return False
 
-    def _pool_for(self, sources: list[PromptState], sampling: SamplingParams, num_samples: int) -> PagePool:
+    def _pool_for(self, sources: list[PromptState], num_samples: int) -> PagePool:
         """The pool, allocated or grown (it is empty between calls) to what these prompts can use and the memory
         allows."""
-        size, most = self.schedule.page_size, sampling.max_completion_length
+        size = self.schedule.page_size
         needs = sorted(
-            (s.num_prompt_pages(size) + num_samples * s.num_sample_pages(size, most) for s in sources), reverse=True
+            (s.num_prompt_pages(size) + num_samples * s.num_sample_pages(size) for s in sources), reverse=True
         )
         # Beyond max_batch_size samples nothing runs at once; one more prompt may wait, prefilled.
         wanted = min(self._max_pages, sum(needs[: -(-self.max_batch_size // num_samples) + 1]))

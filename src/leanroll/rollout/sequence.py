@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ def num_pages(length: int, page_size: int) -> int:
 class PromptState:
     """A prompt on its way through prefill, then the source of its samples.
 
+    limit: tokens per completion at most.
     pages: pages of the prompt, the partial last one included. num_computed: tokens whose KV is in the pool.
     last_hidden: [H], hidden state that predicts the first completion token; None until prefill is done.
     waiting: sample indices that have not started. num_promised: pages reserved for its first sample, so that a
@@ -30,6 +32,7 @@ class PromptState:
     order: int
     prompt: Prompt
     waiting: deque[int]
+    limit: int
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_promised: int = 0
@@ -46,9 +49,15 @@ class PromptState:
         """Pages of the prompt, a partial last one included."""
         return num_pages(self.length, page_size)
 
-    def num_sample_pages(self, page_size: int, max_completion_length: int) -> int:
+    @classmethod
+    def of(cls, order: int, prompt: Prompt, waiting: Iterable[int], sampling: SamplingParams) -> PromptState:
+        """With the prompt's own limit, where it has one."""
+        own = prompt.max_completion_length
+        return cls(order, prompt, deque(waiting), sampling.max_completion_length if own is None else own)
+
+    def num_sample_pages(self, page_size: int) -> int:
         """Pages one sample may need beyond the full pages of the prompt. The last token drawn is never fed back."""
-        return num_pages(self.length + max_completion_length - 1, page_size) - self.length // page_size
+        return num_pages(self.length + self.limit - 1, page_size) - self.length // page_size
 
 
 @dataclass(slots=True, eq=False)

@@ -38,12 +38,14 @@ class TaskItem:
     columns: what the reward functions get (answer, constraint kind, ...); plain picklable values.
     privileged: what a privileged teacher is told besides, behind the last message (hints, a worked solution); the student never
         sees it. Empty: nothing.
+    num_tokens: tokens per completion that a distillation with `distill.per_prompt_tokens` generates, at least 1. None: not said.
     """
 
     index: int
     messages: tuple[dict[str, str], ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     privileged: str = ""
+    num_tokens: int | None = None
 
     @property
     def prompt(self) -> str:

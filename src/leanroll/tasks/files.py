@@ -1,8 +1,9 @@
 """Tasks from files: JSON lines or parquet, one prompt per row. Read into memory once.
 
 A row has `prompt` (text) or `messages` (list of {"role", "content"}, the last from the user), and `answer` unless the
-scoring is `none`. `privileged` (text) is what only a privileged teacher is told. Every other column is passed to the reward
-functions under its own name.
+scoring is `none`. `privileged` (text) is what only a privileged teacher is told, `num_tokens` (a whole number) how much of a
+completion `leanroll distill` generates with `distill.per_prompt_tokens`. Every other column is passed to the reward functions under
+its own name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from leanroll.tasks.answers import REWARDS, Scoring, numeric_answer, require_mat
 from leanroll.tasks.base import RewardSpec, TaskItem, check_count, check_index
 
 _RESERVED = ("prompts", "completions", "completion_ids")
+_OF_THE_ITEM = ("messages", "privileged", "num_tokens")
 _ROLES = ("system", "user", "assistant", "tool")
 _MATH_VERIFY_BATCH = 8
 _MAX_DEFAULT_EVAL = 500
@@ -101,8 +103,8 @@ _Row = dict[str, Any]  # "messages" (tuple of dicts) and the columns
 
 
 def _item(index: int, row: _Row) -> TaskItem:
-    columns = {name: value for name, value in row.items() if name not in ("messages", "privileged")}
-    return TaskItem(index, row["messages"], columns, str(row.get("privileged") or ""))
+    columns = {name: value for name, value in row.items() if name not in _OF_THE_ITEM}
+    return TaskItem(index, row["messages"], columns, str(row.get("privileged") or ""), row.get("num_tokens"))
 
 
 def _key(row: _Row) -> str:
@@ -168,6 +170,12 @@ def _checked(row: Any, where: str, scoring: Scoring) -> _Row:
     else:
         messages = row["messages"]
     columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    tokens = row.get("num_tokens")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ConfigError(
+            f"{where}: num_tokens is {tokens!r}; expected a whole number of tokens, at least 1, or nothing. A column of another "
+            "meaning needs another name."
+        )
     if scoring != "none":
         _check_answer(row.get("answer"), where, scoring)
     return {**columns, "messages": _messages(messages, where)}

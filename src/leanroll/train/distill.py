@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,21 +21,24 @@ from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import EVAL, FULL_STEP, RunDir, write_json
+from leanroll.tasks import TaskItem
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
+from leanroll.train.adaptive import HEAD_KL, NumTokensController, ProbeKl
 from leanroll.train.collect import rollout_metrics
-from leanroll.train.distill_update import DistillBatch, DistillUpdater, StudentModule
+from leanroll.train.distill_update import DistillBatch, DistillUpdater
 from leanroll.train.evaluation import Evaluation, evaluate
 from leanroll.train.full_step import FullComparison, StepMeasurement
 from leanroll.train.guard import CollapseGuard
 from leanroll.train.loop import Halt, LoopResult
+from leanroll.train.objectives import StudentModule, TeacherRows
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
-from leanroll.train.prompts import PromptOrder
+from leanroll.train.prompts import PromptOrder, largest_own_limit, with_own_limits
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.teacher import Teacher
 from leanroll.train.trainer import Trainer, timing_text
-from leanroll.types import RolloutGroup
+from leanroll.types import Prompt, RolloutGroup
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,17 +119,24 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         prompts = self.encoder.encode(items)
         with display.phase("preflight"):
             self.preflight = preflight(config, self.policy, self.teacher, prompts, self.teacher.encode(items))
+        outcomes = self.preflight.vocabulary.student.num_outcomes
+        if options.top_k is not None and options.top_k > outcomes:
+            raise ConfigError(
+                f"distill.top_k is {options.top_k}, but student and teacher share {outcomes} tokens; expected 1 to {outcomes}, or "
+                "leave it out for the full vocabulary."
+            )
         for note in self.preflight.notes:
             display.say(f"note: {note}")
         self.sampling = replace(
             setup.sampling_params(self.policy, config.rollout, seed=config.train.seed),
             forbidden_token_ids=self.preflight.forbidden,
         )
-        ends = [options.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
+        longest = self._longest(items)
+        prompts = self._with_limits(prompts, items)
+        need = max(len(p.token_ids) + (p.max_completion_length or longest) for p in prompts) - 1
         if options.compare_full:
-            ends.append(None)
-        longest = max(tokens or config.rollout.max_completion_length for tokens in ends)
-        need = max(len(p.token_ids) for p in prompts) + longest - 1
+            longest = config.rollout.max_completion_length
+            need = max(len(p.token_ids) for p in prompts) + longest - 1
         if need > config.train.micro_batch_tokens:
             raise ConfigError(
                 f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but a prompt with {longest} completion tokens can "
@@ -138,20 +149,33 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         )
         self._updater: DistillUpdater | None = None
         self.guard = self._guard()
+        adapt = config.adapt
+        self.controller = NumTokensController(adapt, options.num_tokens) if adapt.max_num_tokens else None
 
     # -- Algorithm ----------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> DistillBatch:
         """Generate up to the step's number of tokens, and let the teacher read along."""
-        batch = self._batch(step, self.config.distill.tokens_at(step, self.config.train.steps))
+        batch = self._batch(step, self._limit(step))
         self.run.write_rollouts(step, _records(batch.groups))
         return batch
 
-    def _batch(self, step: int, tokens: int | None) -> DistillBatch:
-        """Completions of at most `tokens` tokens (None: full ones) with the teacher's states."""
+    def _limit(self, step: int) -> int | None:
+        """Tokens of a completion at most; None for full ones."""
+        if self.controller is not None:
+            return self.controller.num_tokens
+        return self.config.distill.tokens_at(step, self.config.train.steps)
+
+    def _batch(self, step: int, tokens: int | None, *, own_limits: bool = True) -> DistillBatch:
+        """Completions of at most `tokens` tokens (None: full ones), and what the teacher says of them.
+
+        own_limits: with distill.per_prompt_tokens those of the prompts count.
+        """
         config = self.config
         items = [self.task.train_item(i) for i in self.order.indices(step)]
         prompts = self.encoder.encode(items)
+        if own_limits:
+            prompts = self._with_limits(prompts, items)
         sampling = self.sampling if tokens is None else replace(self.sampling, max_completion_length=tokens)
         samples = config.distill.num_generations
         with self.display.phase("rollout", total=len(prompts) * samples):
@@ -164,21 +188,60 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"Step {step}: no completion could be generated. First reason: {groups[0].failures[0].reason}"
             )
         groups = [group for group, _ in kept]
-        with self.display.phase("teacher"):
-            states = self.teacher.hidden_states(
-                groups, self.teacher.encode([item for _, item in kept]), config.train.micro_batch_tokens
-            )
+        with self.display.phase("teacher") if config.distill.asks_teacher else nullcontext():
+            rows = self._ask_teacher(groups, [item for _, item in kept])
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
-        metrics["distill/num_tokens"] = sampling.max_completion_length
-        return DistillBatch(tuple(groups), states, metrics)
+        metrics["distill/num_tokens"] = max(p.max_completion_length or sampling.max_completion_length for p in prompts)
+        return DistillBatch(tuple(groups), rows, metrics)
+
+    def _longest(self, items: Sequence[TaskItem]) -> int:
+        """Tokens of the longest completion of any step. items: what an endless task is judged by."""
+        config, full = self.config, self.config.rollout.max_completion_length
+        if config.distill.per_prompt_tokens:
+            size = self.task.num_train
+            return largest_own_limit(items if size is None else (self.task.train_item(i) for i in range(size)), full)
+        if config.adapt.max_num_tokens:
+            return config.adapt.max_num_tokens
+        ends = [config.distill.tokens_at(step, config.train.steps) for step in (1, config.train.steps)]
+        return max(tokens or full for tokens in ends)
+
+    def _with_limits(self, prompts: list[Prompt], items: Sequence[TaskItem]) -> list[Prompt]:
+        """The prompts of the items, with limits of their own where the recipe wants that."""
+        if not self.config.distill.per_prompt_tokens:
+            return prompts
+        full = self.config.rollout.max_completion_length
+        return with_own_limits(
+            prompts, items, full, self.policy.spec.max_position, self.config.train.micro_batch_tokens
+        )
+
+    def _ask_teacher(self, groups: Sequence[RolloutGroup], items: Sequence[TaskItem]) -> tuple[TeacherRows, ...]:
+        """What the teacher says of every completion, nothing where it is not asked; items: one per group."""
+        options, most = self.config.distill, self.config.train.micro_batch_tokens
+        if not options.asks_teacher:
+            return ()
+        prompts = self.teacher.encode(items)
+        if options.top_k is None:
+            return self.teacher.hidden_states(groups, prompts, most)
+        return self.teacher.likeliest(
+            groups,
+            prompts,
+            most,
+            k=options.top_k,
+            vocabulary=self.preflight.vocabulary,
+            kl_temperature=options.kl_temperature,
+        )
 
     def update(self, step: int, batch: DistillBatch) -> dict[str, float]:
         """Update the student on the batch."""
         metrics = batch.metrics | self.updater.update(step, batch)
+        if self.controller is not None and HEAD_KL in metrics:
+            self.controller.observe(metrics[HEAD_KL])
         if self.guard is not None and self.guard.is_due(step):
             found, alarms = self.guard.check(step)
             metrics |= found
+            if self.controller is not None:
+                metrics |= self._adapt(step, self.controller, self.guard.groups, len(alarms))
             self._react(step, alarms)
         return metrics | self.memory()
 
@@ -194,14 +257,13 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
 
         The full one comes last: what it leaves in the process's memory is not charged to the other.
         """
-        step = self.config.train.steps
-        limits = (self.config.distill.tokens_at(step, step), None)
         with self.display.phase("comparison"):
-            steps = [StepMeasurement.of(partial(self._rehearse, step, tokens), self.policy.device) for tokens in limits]
+            steps = [StepMeasurement.of(partial(self._rehearse, full), self.policy.device) for full in (False, True)]
         return FullComparison(*steps)
 
-    def _rehearse(self, step: int, tokens: int | None) -> DistillBatch:
-        batch = self._batch(step, tokens)
+    def _rehearse(self, full: bool) -> DistillBatch:
+        step = self.config.train.steps
+        batch = self._batch(step, None if full else self._limit(step), own_limits=not full)
         self.updater.rehearse(step, batch)
         return batch
 
@@ -217,19 +279,46 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         elif action == "roll_back":
             self.halt = Halt(f"{text} Back to step {self.guard.last_calm}.", self.guard.last_calm)
 
+    def _adapt(
+        self, step: int, controller: NumTokensController, groups: Sequence[RolloutGroup], num_alarms: int
+    ) -> dict[str, float]:
+        """Move N after a probe; groups: its completions."""
+        kept = [(group, item) for group, item in zip(groups, self._probe_items, strict=True) if group.rollouts]
+        with self.display.phase("probe"):
+            probed = [group for group, _ in kept]
+            rows = self._ask_teacher(probed, [item for _, item in kept])
+            curves = self.updater.token_kl(DistillBatch(tuple(probed), rows, {}))
+        before, head = controller.num_tokens, self.config.adapt.min_num_tokens
+        tail = np.concatenate([curve[before:] for curve in curves])
+        probe = ProbeKl(
+            float(np.concatenate([curve[:head] for curve in curves]).mean(dtype=np.float64)),
+            float(tail.mean(dtype=np.float64)) if tail.size else None,
+        )
+        decision = controller.decide(step, probe, num_alarms)
+        if decision.move:
+            self.display.say(f"step {step}: N {before} → {decision.num_tokens} tokens; {decision.reason}.")
+        return probe.metrics() | decision.metrics()
+
     def _guard(self) -> CollapseGuard | None:
         options = self.config.guard
         if not options.every:
             return None
-        prompts = self.encoder.encode(self.task.eval_items(options.num_prompts))
+        self._probe_items = self.task.eval_items(options.num_prompts)
+        prompts = self.encoder.encode(self._probe_items)
         sampling = replace(self.sampling, max_completion_length=self.config.rollout.max_completion_length)
         self.engine.check(prompts, sampling)
         return CollapseGuard(options, self.engine, prompts, sampling, self.display)
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {step}", f"KL {metrics.get('distill/reverse_kl', 0.0):.3f}"]
+        parts = [f"step {step}"]
+        if "distill/reverse_kl" in metrics:
+            parts.append(f"KL {metrics['distill/reverse_kl']:.3f}")
+        if "distill/topk_reverse_kl" in metrics:
+            parts.append(f"KL at least {metrics['distill/topk_reverse_kl']:.3f}")
         if "eval/reward/mean" in metrics:
             parts.append(f"held-out {metrics['eval/reward/mean']:.3f}")
+        if "distill/pushed_share" in metrics:
+            parts.append(f"pushed down {metrics['distill/pushed_share']:.1%}")
         parts += [
             f"tokens {metrics['completion_length/mean']:.0f} of at most {metrics['distill/num_tokens']:.0f}",
             f"{metrics['tokens_per_second']:,.0f} tokens/s",
@@ -276,6 +365,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             self.guard.read_baseline(self.run.path / EVAL)
             calm = [r["step"] for r in self.run.read_metrics() if r.get("probe/alarms") == 0]
             self.guard.last_calm = max(calm, default=0)
+        if self.controller is not None:
+            self.controller.replay(self.run.read_metrics())
 
     def _evaluate_teacher(self) -> Evaluation:
         """The teacher answers the held-out prompts as it sees them."""

@@ -1,4 +1,4 @@
-"""From rollouts with the teacher's hidden states to one optimizer update.
+"""From rollouts with what the teacher says of them to one optimizer update.
 
 Weights of tokens are computed once for the whole step, so gradients do not depend on `train.micro_batch_tokens`. A micro-batch
 that does not fit in memory is never skipped: the gradients so far are dropped and the update starts again with smaller ones.
@@ -12,67 +12,37 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from leanroll.config import DistillConfig
 from leanroll.errors import OutOfMemory, TrainingDiverged
-from leanroll.losses.distill import Divergence, divergence, token_weights
+from leanroll.losses.distill import token_weights
 from leanroll.losses.selection import Chosen, TokenStatistics, needs_statistics, token_factors
-from leanroll.losses.vocabulary import SharedVocabulary
-from leanroll.measure.logprobs import batch_hidden
 from leanroll.measure.packing import PackedBatch, pack
 from leanroll.models import Policy
-from leanroll.models.head import LmHead
 from leanroll.rundir import RunDir
+from leanroll.train.adaptive import HEAD_KL
 from leanroll.train.diagnosis import write_diagnosis
+from leanroll.train.objectives import KL_NAMES, TeacherRows, TokenLoss, join_rows, recorded_values
 from leanroll.train.progress import RunDisplay
 from leanroll.train.stepper import Stepper
 from leanroll.types import RolloutGroup
 
-_SAVED = ("reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "student_top1", "teacher_rank")
-_DROPPED = ("student_dropped", "teacher_dropped")
-
 
 @dataclass(frozen=True, slots=True)
 class DistillBatch:
-    """groups: the rollouts of a step. states: per rollout of the flattened groups, the teacher's hidden states [T, H_t]."""
+    """groups: the rollouts of a step. teacher: per rollout of the flattened groups, what the teacher says of its T tokens; empty
+    where it is not asked."""
 
     groups: tuple[RolloutGroup, ...]
-    states: tuple[Tensor, ...]
+    teacher: tuple[TeacherRows, ...]
     metrics: dict[str, float]
-
-
-class StudentModule(nn.Module):
-    """The student from packed tokens to its divergence from the teacher, as one forward (see `train.policy_module`)."""
-
-    def __init__(
-        self, student: Policy, teacher_head: LmHead, vocabulary: SharedVocabulary, config: DistillConfig
-    ) -> None:
-        super().__init__()
-        self.model = student.model
-        self._student, self._teacher_head = student, teacher_head
-        self._vocabulary, self._options = vocabulary, config.distill
-
-    def forward(self, batch: PackedBatch, teacher_states: Tensor, weights: Tensor | None) -> Divergence:
-        """Per completion token of the batch, [R]; teacher_states [R, H_t], weights [R]."""
-        return divergence(
-            batch_hidden(self._student, batch),
-            self._student.head,
-            teacher_states,
-            self._teacher_head,
-            weights=weights,
-            kind=self._options.divergence,
-            beta=self._options.beta,
-            kl_temperature=self._options.kl_temperature,
-            vocabulary=self._vocabulary,
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceRecord:
     """What a micro-batch leaves behind, on the CPU, all [R].
 
-    values: fields of `Divergence` by name. factors: 0 where a token is not in the loss. positions: index in the completion.
+    values: `recorded_values`. factors: 0 where a token is not in the loss. positions: index in the completion.
     """
 
     values: dict[str, np.ndarray]
@@ -81,8 +51,10 @@ class DivergenceRecord:
     sample_ids: np.ndarray
 
     @classmethod
-    def of(cls, result: Divergence, factors: np.ndarray, batch: PackedBatch) -> DivergenceRecord:
-        values = {f.name: getattr(result, f.name).detach().to("cpu", copy=True).numpy() for f in fields(result)}
+    def of(
+        cls, result: TokenLoss, teacher: TeacherRows | None, factors: np.ndarray, batch: PackedBatch
+    ) -> DivergenceRecord:
+        values = recorded_values(result, teacher)
         return cls(values, factors, batch.positions.cpu().numpy(), batch.sample_ids.cpu().numpy())
 
 
@@ -92,7 +64,7 @@ class DistillUpdater:
     def __init__(
         self,
         student: Policy,
-        module: Callable[..., Divergence],
+        module: Callable[..., TokenLoss],
         stepper: Stepper,
         config: DistillConfig,
         run: RunDir,
@@ -120,6 +92,8 @@ class DistillUpdater:
             loss, norm, records = self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, factor))
         trained = sum(int(np.count_nonzero(f)) for f in chosen.factors)
         metrics = rate | {"updates": 1, "trained_tokens": trained, "loss": loss, "grad_norm": norm}
+        if self._config.adapt.max_num_tokens:
+            metrics |= head_metrics(records, self._config.adapt.min_num_tokens)
         return metrics | divergence_metrics(records, bin_tokens=self._config.distill.bin_tokens)
 
     def rehearse(self, step: int, batch: DistillBatch) -> None:
@@ -128,10 +102,17 @@ class DistillUpdater:
         with self._display.phase("update"):
             self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, None))
 
+    def token_kl(self, batch: DistillBatch) -> list[np.ndarray]:
+        """Without gradient, per rollout of the flattened groups, which may be longer than those of a step: the KL of its tokens,
+        nats [T] (with distill.top_k its lower bound)."""
+        found = self._score(batch, max(self._max_tokens, _longest(batch.groups)))
+        (name,) = set(KL_NAMES) & found[0].keys()
+        return [values[name] for values in found]
+
     def _with_less_memory(
         self, batch: DistillBatch, run: Callable[[], tuple[float, float, list[DivergenceRecord]]]
     ) -> tuple[float, float, list[DivergenceRecord]]:
-        longest = max(len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in batch.groups for r in g.rollouts)
+        longest = _longest(batch.groups)
         while True:
             try:
                 return run()
@@ -174,18 +155,26 @@ class DistillUpdater:
     def _statistics(self, batch: DistillBatch) -> list[TokenStatistics]:
         """Of every token, by a pass without gradient."""
         names = [f.name for f in fields(TokenStatistics)]
-        found: dict[int, TokenStatistics] = {}
-        with self._display.phase("score"), torch.no_grad():
-            for part in pack(batch.groups, self._max_tokens):
-                result = self._module(part.to(self._student.device), self._states(part, batch), None)
-                values = {name: getattr(result, name).cpu().numpy() for name in names}
+        with self._display.phase("score"):
+            found = self._score(batch, self._max_tokens)
+        return [TokenStatistics(**{name: values[name] for name in names}) for values in found]
+
+    def _score(self, batch: DistillBatch, max_tokens: int) -> list[dict[str, np.ndarray]]:
+        """`recorded_values` per rollout of the flattened groups, each [T], without gradient."""
+        found: dict[int, dict[str, np.ndarray]] = {}
+        with torch.no_grad():
+            for part in pack(batch.groups, max_tokens):
+                teacher = self._teacher_rows(part, batch)
+                values = recorded_values(self._module(part.to(self._student.device), teacher, None), teacher)
                 sample_ids = part.sample_ids.numpy()
                 for sample in part.samples:
-                    found[sample] = TokenStatistics(**{n: v[sample_ids == sample] for n, v in values.items()})
+                    found[sample] = {name: value[sample_ids == sample] for name, value in values.items()}
         return [found[sample] for sample in sorted(found)]
 
-    def _states(self, part: PackedBatch, batch: DistillBatch) -> Tensor:
-        return torch.cat([batch.states[s] for s in part.samples]).to(self._student.device)
+    def _teacher_rows(self, part: PackedBatch, batch: DistillBatch) -> TeacherRows | None:
+        if not batch.teacher:
+            return None
+        return join_rows([batch.teacher[s] for s in part.samples], self._student.device)
 
     def _update_once(
         self, step: int, batch: DistillBatch, chosen: Chosen, lr_factor: float | None
@@ -199,11 +188,10 @@ class DistillUpdater:
             self._display.advance(number, len(parts))
             factors = np.concatenate([chosen.factors[s] for s in part.samples])
             weights = per_sample[part.sample_ids] * torch.from_numpy(factors)
-            result = self._module(
-                part.to(self._student.device), self._states(part, batch), weights.to(self._student.device)
-            )
+            teacher = self._teacher_rows(part, batch)
+            result = self._module(part.to(self._student.device), teacher, weights.to(self._student.device))
             loss, norm = self._stepper.backward(result.loss.sum())
-            record = DivergenceRecord.of(result, factors, part)
+            record = DivergenceRecord.of(result, teacher, factors, part)
             if not math.isfinite(norm):
                 self._stop(step, loss, norm, part, record)
             total += loss
@@ -223,7 +211,7 @@ class DistillUpdater:
             grad_norm=norm,
             bad_gradients=self._stepper.bad_gradients(),
             batch=part,
-            values={name: record.values[name] for name in (*_SAVED, *_DROPPED)},
+            values=record.values,
             sample_ids=record.sample_ids,
             sums={"loss": loss},
         )
@@ -237,17 +225,29 @@ class DistillUpdater:
 
 def divergence_metrics(records: Sequence[DivergenceRecord], *, bin_tokens: int) -> dict[str, float]:
     """Over all generated tokens, whether they were in the loss or not (names and units: `leanroll.rundir_metrics`)."""
-    values = {
-        name: np.concatenate([r.values[name] for r in records]).astype(np.float64) for name in (*_SAVED, *_DROPPED)
-    }
+    values = {name: np.concatenate([r.values[name] for r in records]).astype(np.float64) for name in records[0].values}
     positions = np.concatenate([r.positions for r in records])
-    kl = values["reverse_kl"]
-    metrics = {f"distill/{name}": float(values[name].mean()) for name in (*_SAVED[:5], *_DROPPED)}
-    metrics["distill/teacher_top1_share"] = float((values["teacher_rank"] == 1).mean())
-    metrics["distill/first_token_kl"] = float(kl[positions == 0].mean())
+    rank = values.pop("teacher_rank", None)
+    metrics = {f"distill/{name}": float(value.mean()) for name, value in values.items()}
+    if rank is not None:
+        metrics["distill/teacher_top1_share"] = float((rank == 1).mean())
     bins = positions // bin_tokens
-    for index in np.unique(bins):
-        inside = bins == index
-        metrics[f"distill/pos_{index * bin_tokens}/reverse_kl"] = float(kl[inside].mean())
-        metrics[f"distill/pos_{index * bin_tokens}/tokens"] = int(inside.sum())
+    for name in set(KL_NAMES) & values.keys():
+        metrics[f"distill/first_token_{name.replace('reverse_', '')}"] = float(values[name][positions == 0].mean())
+        for index in np.unique(bins):
+            metrics[f"distill/pos_{index * bin_tokens}/{name}"] = float(values[name][bins == index].mean())
+    for index, count in zip(*np.unique(bins, return_counts=True), strict=True):
+        metrics[f"distill/pos_{index * bin_tokens}/tokens"] = int(count)
     return metrics
+
+
+def head_metrics(records: Sequence[DivergenceRecord], num_tokens: int) -> dict[str, float]:
+    """Mean KL of the first num_tokens positions, for a number of tokens that adapts."""
+    (name,) = set(KL_NAMES) & records[0].values.keys()
+    kl = np.concatenate([r.values[name] for r in records]).astype(np.float64)
+    return {HEAD_KL: float(kl[np.concatenate([r.positions for r in records]) < num_tokens].mean())}
+
+
+def _longest(groups: Sequence[RolloutGroup]) -> int:
+    """Inputs of the longest sequence; the last token of a completion is predicted, not fed."""
+    return max(len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in groups for r in g.rollouts)

@@ -18,14 +18,17 @@ from leanroll.measure.collapse import BoxedStats, CollapseLimits, CollapseReport
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rundir import write_json
 from leanroll.train.progress import RunDisplay
-from leanroll.types import Prompt, SamplingParams
+from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 BASELINE = "probe-baseline.json"
 """In the run's folder eval/: the report on the completions before training."""
 
 
 class CollapseGuard:
-    """Probes of one run. The draws are the same in every probe, so two probes of one policy agree."""
+    """Probes of one run. The draws are the same in every probe, so two probes of one policy agree.
+
+    last_calm: step of the last probe without an alarm. groups: completions of the last probe, one group per prompt.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class CollapseGuard:
         self._sampling = replace(sampling, seed=sampling.seed + 1)  # not the completions that a step trains on
         self._baseline: CollapseReport | None = None
         self.last_calm = 0
+        self.groups: list[RolloutGroup] = []
 
     def set_baseline(self, folder: Path) -> dict[str, float]:
         """Probe the policy before training and remember the report in the run's folder eval/; returns metrics."""
@@ -79,13 +83,13 @@ class CollapseGuard:
     def _probe(self) -> CollapseReport:
         total = len(self._prompts) * self._config.num_samples
         with self._display.phase("probe", total=total):
-            groups = self._engine.generate(
+            self.groups = self._engine.generate(
                 self._prompts, self._sampling, self._config.num_samples, progress=self._display.show_rollout
             )
-        rollouts = [r for g in groups for r in g.rollouts]
+        rollouts = [r for g in self.groups for r in g.rollouts]
         if not rollouts:
             raise RolloutError(
-                f"No probe completion could be generated. First reason: {groups[0].failures[0].reason} Lower "
+                f"No probe completion could be generated. First reason: {self.groups[0].failures[0].reason} Lower "
                 "rollout.max_completion_length, or turn the guard off."
             )
         return CollapseReport.of(rollouts, self._sampling.max_completion_length)

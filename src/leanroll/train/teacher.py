@@ -14,8 +14,10 @@ from torch import Tensor
 
 from leanroll.config import DistillConfig, ProfileConfig
 from leanroll.errors import ConfigError
+from leanroll.losses.topk import TeacherTopk, teacher_topk
+from leanroll.losses.vocabulary import SharedVocabulary
 from leanroll.measure.logprobs import batch_hidden, split_by_sample
-from leanroll.measure.packing import pack
+from leanroll.measure.packing import PackedBatch, pack
 from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rundir import CHECKPOINTS, CONFIG
 from leanroll.tasks import TaskItem
@@ -82,15 +84,48 @@ class Teacher:
         Args:
             prompts: the teacher's, one per group. max_tokens: inputs per forward; more where one sequence alone is longer.
         """
+        states: dict[int, Tensor] = {}
+        for batch, hidden, _ in self._read(groups, prompts, max_tokens):
+            states |= split_by_sample(hidden, batch)
+        return tuple(states[sample] for sample in sorted(states))
+
+    def likeliest(
+        self,
+        groups: Sequence[RolloutGroup],
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        k: int,
+        vocabulary: SharedVocabulary,
+        kl_temperature: float,
+    ) -> tuple[TeacherTopk, ...]:
+        """Its k likeliest tokens at each completion token, and the sampled one, per rollout of the flattened groups.
+
+        Args:
+            groups, prompts, max_tokens: as for `hidden_states`.
+
+        Raises:
+            ConfigError: k is larger than the shared vocabulary.
+        """
+        found: dict[int, TeacherTopk] = {}
+        for batch, hidden, policy in self._read(groups, prompts, max_tokens):
+            sampled = vocabulary.student.outcomes(batch.targets.to(hidden.device))
+            top = teacher_topk(hidden, policy.head, k, sampled, side=vocabulary.teacher, kl_temperature=kl_temperature)
+            lengths = [int((batch.sample_ids == sample).sum()) for sample in batch.samples]
+            found |= dict(zip(batch.samples, top.split(lengths), strict=True))
+        return tuple(found[sample] for sample in sorted(found))
+
+    def _read(
+        self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], max_tokens: int
+    ) -> Iterator[tuple[PackedBatch, Tensor, Policy]]:
+        """Micro-batches with the hidden states [R, H] that predict their completion tokens."""
         seen = [replace(g, prompt=p) for g, p in zip(groups, prompts, strict=True)]
         longest = max(
             (len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in seen for r in g.rollouts), default=max_tokens
         )
-        states: dict[int, Tensor] = {}
         with self.scoring() as policy:
             for batch in pack(seen, max(max_tokens, longest)):
-                states |= split_by_sample(batch_hidden(policy, batch), batch)
-        return tuple(states[sample] for sample in sorted(states))
+                yield batch, batch_hidden(policy, batch), policy
 
 
 def move_body(policy: Policy, to: torch.device | torch.dtype) -> None:

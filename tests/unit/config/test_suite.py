@@ -23,11 +23,12 @@ def written(folder: Path, head: str = "", base: str = BASE, arms: str = ARMS) ->
 def test_shipped_suite() -> None:
     suite = load_suite(SHIPPED)
     assert suite.config.seeds == (0, 1, 2)
-    assert len(suite.runs) == 3 * len(suite.config.arms) == 48
+    assert len(suite.runs) == 3 * len(suite.config.arms) == 51
     first = {run.arm: run.config for run in suite.runs if run.seed == 0}
     assert all(config.teacher.privileged for config in first.values())
-    early = [config.distill.num_tokens for config in first.values() if not config.distill.full_rollouts]
-    assert early == [8, 16, 32]
+    early = [config.distill for config in first.values() if not config.distill.full_rollouts]
+    assert [d.num_tokens for d in early if d.asks_teacher] == [8, 16, 32]
+    assert [d.num_tokens for d in early if not d.asks_teacher] == [16]
     full = [config.distill for config in first.values() if config.distill.full_rollouts]
     crossed = {(d.score_stop, d.eos_class) for d in full if d.selection == "all"}
     assert crossed == {(True, True), (True, False), (False, True), (False, False)}

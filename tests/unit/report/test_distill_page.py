@@ -94,6 +94,36 @@ def test_what_never_varies_is_not_drawn(tmp_path: Path) -> None:
     assert "learns from its own start with a system prompt of its own. 1 of " in text_of(page)
 
 
+def test_moves_of_n(tmp_path: Path) -> None:
+    config = validate(DistillConfig, {"teacher": {"system_prompt": "x"}})
+    run = RunDir.create(tmp_path / "run", config_toml=to_toml(config), environment={})
+    common = {"distill/reverse_kl": 0.5, "adapt/head_kl": 0.4, "adapt/probe_head_kl": 0.25, "probe/alarms": 0}
+    run.append_metrics({"step": 1, "distill/num_tokens": 8, **common, "adapt/move": 0})
+    run.append_metrics({"step": 2, "distill/num_tokens": 8, **common, "adapt/move": 1, "adapt/head_share": 0.375,
+                        "adapt/probe_tail_kl": 0.75})  # fmt: skip
+    run.append_metrics({"step": 3, "distill/num_tokens": 12, **common, "adapt/move": -1, "probe/alarms": 2})
+    page = page_of(run)
+    assert {"Tokens per completion, N", "What N is moved by"} <= set(plots(page))
+    section = page[page.index("<h2>N over the steps</h2>") :]
+    rows = re.findall(r"<tr>(.*?)</tr>", section[: section.index("</table>")])
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in rows][1:]
+    assert cells == [
+        ["2", "extended", "8", "0.375", "0.250", "0.750", "0"],
+        ["3", "shrunk", "12", "", "0.250", "", "2"],
+    ]
+
+
+def test_a_lower_bound_is_named_as_one(tmp_path: Path) -> None:
+    config = validate(DistillConfig, {"teacher": {"system_prompt": "x"}, "distill": {"top_k": 4, "bin_tokens": 64}})
+    run = RunDir.create(tmp_path / "run", config_toml=to_toml(config), environment={})
+    for step in (1, 2):
+        run.append_metrics({"step": step, "distill/topk_reverse_kl": 0.5, "distill/student_tail": 0.1,
+                            "distill/pos_0/topk_reverse_kl": 0.5, "distill/pos_0/tokens": 9})  # fmt: skip
+    page = page_of(run)
+    assert plots(page) == ["KL of student and teacher, lower bound", "The bucket for the rest", "KL by position"]
+    assert "a lower bound at the start" in text_of(page)
+
+
 @pytest.mark.parametrize(
     ("teacher", "words"),
     [

@@ -1,5 +1,7 @@
 """The rollout engine on tiny models: finishing, admission, sharing, and what does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -101,6 +103,54 @@ def test_stop_string_ends_with_the_token_that_completes_it(policy):
     assert wanted in stopped.text
     assert wanted not in policy.decode(stopped.token_ids[:-1])
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+
+
+def limited(several, limits):
+    return [replace(prompt, max_completion_length=limit) for prompt, limit in zip(several, limits, strict=True)]
+
+
+@pytest.mark.parametrize("num_pages", [None, 9])
+def test_every_prompt_stops_at_its_own_limit(policy, num_pages):
+    """Decoded together or in little memory, each sample is the beginning of the longer one, and no decode step is wasted on it."""
+    sampling, own = SamplingParams(max_completion_length=24), (1, 24, 7, None)
+    free = engine(policy).generate(prompts(33, 20, 33, 8), sampling, 3)
+    memory = 0.05 if num_pages is None else gib_for(policy, num_pages)
+    tested = RolloutEngine(policy, SPARSE, kernel="reference", kv_memory_gib=memory)
+    drawn = []
+    groups = tested.generate(
+        limited(prompts(33, 20, 33, 8), own), sampling, 3, progress=lambda seen: drawn.append(seen.num_tokens)
+    )
+    for group, whole, limit in zip(groups, free, own, strict=True):
+        assert [r.token_ids for r in group.rollouts] == [r.token_ids[:limit] for r in whole.rollouts]
+        assert all(r.finish_reason == "length" for r in group.rollouts)
+    assert drawn[-1] == 3 * (1 + 24 + 7 + 24), "nothing is generated and thrown away"
+    assert (tested.pool.num_used, tested.pool.num_reserved) == (0, 0)
+
+
+def test_a_stop_before_the_own_limit_is_a_stop(policy):
+    free = engine(policy).generate(prompts(9), SamplingParams(max_completion_length=30), 1)[0].rollouts[0]
+    first = free.token_ids.index(free.token_ids[10])
+    sampling = SamplingParams(max_completion_length=30, stop_token_ids=(free.token_ids[10],))
+    for limit, reason in ((first + 1, "stop"), (first, "length")):
+        rollout = engine(policy).generate(limited(prompts(9), [limit]), sampling, 1)[0].rollouts[0]
+        assert (rollout.finish_reason, len(rollout.token_ids)) == (reason, limit)
+
+
+def test_pages_are_reserved_for_the_own_limit(policy):
+    """16 + 60 - 1 tokens would need 10 pages; 16 + 8 - 1 take 3."""
+    sampling = SamplingParams(max_completion_length=60)
+    small = RolloutEngine(policy, SPARSE, kernel="reference", kv_memory_gib=gib_for(policy, 4))
+    groups = small.generate(limited(prompts(16, 16), (8, None)), sampling, 1)
+    assert len(groups[0].rollouts[0].token_ids) == 8
+    assert "needs 10 pages" in groups[1].failures[0].reason
+    assert small.pool.num_pages == 3
+
+
+@pytest.mark.parametrize("limit", [0, -1, 25])
+def test_an_own_limit_out_of_range_fails_alone(policy, limit):
+    groups = engine(policy).generate(limited(prompts(9, 9), (limit, 2)), SamplingParams(max_completion_length=24), 1)
+    assert f"own max_completion_length is {limit}; expected 1 to 24" in groups[0].failures[0].reason
+    assert len(groups[1].rollouts) == 1
 
 
 def test_pool_is_empty_after_success_and_after_an_error(policy, monkeypatch):

@@ -35,6 +35,21 @@ def test_rows_become_items(tmp_path: Path) -> None:
     assert task.eval_items(2)[1].columns == {"answer": 2, "level": 1}
 
 
+def test_a_row_names_its_number_of_tokens(tmp_path: Path) -> None:
+    several = [{"prompt": "a", "answer": "1", "num_tokens": 5}, {"prompt": "b", "answer": "2", "num_tokens": None}]
+    path = write(tmp_path / "a.jsonl", [*several, {"prompt": "c", "answer": "3"}])
+    task = FileTask(path, eval_path=write(tmp_path / "b.jsonl", rows(1)))
+    assert [task.train_item(i).num_tokens for i in range(3)] == [5, None, None]
+    assert dict(task.train_item(0).columns) == {"answer": "1"}, "no column for rewards"
+
+
+@pytest.mark.parametrize("tokens", [0, -3, 2.0, "8", True, [8]])
+def test_a_number_of_tokens_that_is_none(tmp_path: Path, tokens: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(3), {"prompt": "a", "answer": "1", "num_tokens": tokens}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 4: num_tokens is .*; expected a whole number of tokens"):
+        FileTask(path)
+
+
 def test_scored_in_workers(tmp_path: Path) -> None:
     task = load_task("jsonl", path=str(write(tmp_path / "a.jsonl", rows(20))), scoring="numeric")
     items = [task.train_item(0), task.train_item(1)]
