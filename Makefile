@@ -33,7 +33,7 @@ quickstart: venv
 	$(VENV)/bin/leanroll rl recipes/quickstart.toml
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: venv
 	$(VENV)/bin/ruff check src tests benchmarks
