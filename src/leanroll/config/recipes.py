@@ -65,8 +65,8 @@ class RLConfig(Section):
             )
         if rollout.control == "hold" and rollout.schedule == "dense":
             raise ValueError(
-                "rollout.control is 'hold' and rollout.schedule is 'dense', which has no length bins to move; start with a preset or a "
-                "file (budgets larger than any completion read every page, too)"
+                "rollout.control is 'hold' and rollout.schedule is 'dense', which has no length bins to move; start with a preset "
+                "or a file (budgets larger than any completion read every page, too)"
             )
         if rl.overlong_buffer > rollout.max_completion_length:
             raise ValueError(

@@ -167,14 +167,15 @@ class RolloutConfig(Section):
     )
     control: Literal["fixed", "hold"] = Field(
         "fixed",
-        description="In `rl`: fixed keeps the schedule's budgets; hold measures acceptance in every step and moves the budget of each "
-        "length bin so that its 5th percentile stays at the target (docs/closed-loop.md).",
+        description="In `rl`: fixed keeps the schedule's budgets; hold measures acceptance in every step and moves the "
+        "budget of each length bin so that its 5th percentile stays at the target (docs/closed-loop.md).",
     )
     target: Float | None = Field(
         None,
         gt=0,
         le=0.999,
-        description="Exact acceptance that `hold` keeps the 5th percentile at. None: the schedule's own target, or 0.90 where it has none.",
+        description="Exact acceptance that `hold` keeps the 5th percentile at. None: the schedule's own target, or 0.90 where it "
+        "has none.",
     )
     calm_steps: Int = Field(
         2, ge=1, le=1000, description="Steps in a row after which a smaller budget looks safe, before `hold` takes it."

@@ -19,8 +19,8 @@ _CORRELATION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TailEstimate:
-    """tail: the quantile of alpha. low, high: one-sided bounds on it. tokens: that it rests on, not weighted. effective: independent
-    tokens that are worth as much, ages and trajectories considered."""
+    """tail: the quantile of alpha. low, high: one-sided bounds on it. tokens: that it rests on, not weighted. effective:
+    independent tokens that are worth as much, ages and trajectories considered."""
 
     tail: float
     low: float

@@ -37,8 +37,8 @@ def draw_budgets(records: Records) -> str:
         step_axis(axes, records[-1]["step"])
 
     note = (
-        "Pages that each bin of total length may read (control/bin_<start>/pages), bins with tokens only. ▲ raised, ▼ lowered for the "
-        "next step."
+        "Pages that each bin of total length may read (control/bin_<start>/pages), bins with tokens only. ▲ raised, ▼ lowered "
+        "for the next step."
     )
     return plot("Budgets by length", paint, note=note, x_label="step", y_label="pages")
 

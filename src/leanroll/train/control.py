@@ -6,8 +6,8 @@ Pure arithmetic: no model, no files, no random numbers. Every length bin of the 
 - down, after `calm_steps` calm steps in a row: steps after which a smaller budget is predicted to keep the tail above the target;
 - a rung that failed is not tried again for a while, and longer each time, so that a bin comes to rest.
 
-A bin's evidence is that of the steps since it came to its rung, older steps weighing less; a bin with few tokens so gathers them over steps,
-and stays where it is until they say something. Budgets never decrease with length: a bin is lifted to its predecessor.
+A bin's evidence is that of the steps since it came to its rung, older steps weighing less; so a bin with few tokens gathers them
+over steps, and stays where it is until they say something. Budgets never decrease with length: a bin is lifted to its predecessor.
 
 Source of the target on a quantile: Sparrow, arXiv 2606.08446, which fixes its schedules before training.
 """
@@ -24,7 +24,8 @@ from leanroll.errors import ConfigError
 from leanroll.measure.evidence import TailEstimate, TailScale
 
 Reason = Literal["below", "calm", "order"]
-"""Why a bin moved: its tail is under the target; it was calm for long enough; its predecessor needs as much."""
+"""Why a bin moved: its tail is under the target; it was calm for long enough; its predecessor needs as much (or, where nothing was
+measured, no longer does)."""
 
 _EXPONENT = 0.8
 """1 - tail falls with about this power of the budget on the default model (as in `calibrate.search`); only the size of a move
@@ -36,8 +37,8 @@ _MEMORY = 0.8
 _HORIZON = 16
 """Steps after which tokens are forgotten; they would weigh 3 %."""
 _Z = 0.5
-"""Standard errors from the tail to its bounds: one-sided 69 %. They are looked at in every step, on evidence that adds up: wider ones would
-sooner or later lift every bin by a rung or two more than it needs."""
+"""Standard errors from the tail to its bounds: one-sided 69 %. They are looked at in every step, on evidence that adds up:
+wider ones would sooner or later lift every bin by a rung or two more than it needs."""
 _MAX_RAISE, _MAX_LOWER = 4, 2
 """Rungs in one move; on a ladder of two per doubling budgets grow to four times at most, or halve."""
 _MIN_EFFECTIVE = 80.0
@@ -52,8 +53,8 @@ _MAX_WAIT = 64
 class Ladder:
     """Budgets that may be chosen, in pages.
 
-    pages: ascending. lowest, highest: per bin, the rungs it may use; both never decrease. The highest one of a bin reads all of its pages
-    unless a limit forbids.
+    pages: ascending. lowest, highest: per bin, the rungs it may use; both never decrease. The highest one of a bin reads all of its
+    pages unless a limit forbids.
     """
 
     pages: tuple[int, ...]
@@ -66,8 +67,8 @@ class Ladder:
         rising = list(self.lowest) == sorted(self.lowest) and list(self.highest) == sorted(self.highest)
         if not (self.lowest and ordered and inside and rising):
             raise ConfigError(
-                f"ladder of pages {self.pages} with lowest rungs {self.lowest} and highest {self.highest}; expected ascending pages "
-                "and, for at least one bin, rungs among them that do not decrease with length."
+                f"ladder of pages {self.pages} with lowest rungs {self.lowest} and highest {self.highest}; expected ascending "
+                "pages and, for at least one bin, rungs among them that do not decrease with length."
             )
 
     @property
@@ -89,8 +90,9 @@ class Move:
 class Decision:
     """What a step's tokens led to.
 
-    rungs: per bin, those the tokens were sampled with. estimates: per bin, all its evidence at that rung, this step's included; None where
-    there is none. moves: towards the next step's rungs. at_limit: bins whose tail is under the target at the highest rung they may have.
+    rungs: per bin, those the tokens were sampled with. estimates: per bin, all its evidence at that rung, this step's included;
+    None where there is none. moves: towards the next step's rungs. at_limit: bins under the target at the highest rung they may
+    have.
     """
 
     rungs: tuple[int, ...]
@@ -101,8 +103,8 @@ class Decision:
 
 @dataclass(slots=True)
 class _Bin:
-    """calm: steps in a row. failed: highest rung that is known to fail (-1: none), left alone until step `retry_at`; strikes: how often it
-    failed. good: the rung it was lowered from when it was last lowered (-1: it was raised since). since: step of the last move.
+    """calm: steps in a row. failed: highest rung that is known to fail (-1: none), left alone until step `retry_at`; strikes: how
+    often it failed. good: the rung it was last lowered from (-1: it was raised since). since: step of the last move. measured: had tokens once.
     rows: int64 [R, 2 + width], the step and the rung of a trajectory's tokens, then their counts."""
 
     rung: int
@@ -113,6 +115,7 @@ class _Bin:
     strikes: int = 0
     good: int = -1
     since: int = 0
+    measured: bool = False
 
 
 class BudgetController:
@@ -142,6 +145,7 @@ class BudgetController:
         for rung, low, high in zip(start, ladder.lowest, ladder.highest, strict=True):
             below = min(max(rung, low, below), high)
             self._bins.append(_Bin(below, self._no_rows()))
+        self._start = self.rungs
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -156,8 +160,8 @@ class BudgetController:
     def observe(self, step: int, alpha: np.ndarray, bins: np.ndarray, owners: np.ndarray) -> Decision:
         """Take in the tokens of a step that was sampled with `pages`, and move.
 
-        step: larger than in the call before. alpha: float [T], acceptance rates. bins: int [T], the length bin of each token; tokens
-        of bins that are not on the ladder are left aside. owners: int [T], the number of its trajectory in this step.
+        step: larger than in the call before. alpha: float [T], acceptance rates. bins: int [T], the length bin of each token;
+        tokens of bins that are not on the ladder are left aside. owners: int [T], the number of its trajectory in this step.
         """
         before = self.rungs
         estimates: list[TailEstimate | None] = []
@@ -166,11 +170,13 @@ class BudgetController:
         floor = 0
         for i, b in enumerate(self._bins):
             inside = bins == i
+            b.measured |= bool(inside.any())
             self._take_in(b, step, alpha[inside], owners[inside])
             estimate = self._estimate(b, step)
             estimates.append(estimate)
-            wanted: int = b.rung
-            reason: Reason = "below"
+            # What no token has reached is only ever lifted, and comes back when that is over.
+            wanted: int = b.rung if b.measured else self._start[i]
+            reason: Reason = "below" if b.measured else "order"
             if estimate is not None and inside.any():
                 if self._fails(estimate):
                     wanted = self._raised(i, b, estimate, step)

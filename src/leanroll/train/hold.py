@@ -1,4 +1,4 @@
-"""`rollout.control = "hold"` in a run: the schedule of the next step from the acceptance of this one. The rules are in `train.control`."""
+"""`rollout.control = "hold"` in a run: the next step's schedule from the acceptance of this one. `train.control` has the rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_TARGET = 0.90
 _SUFFIX = "-held"
 
 _PER_DOUBLING = 2
-"""Rungs of the ladder: 41 % apart. A training step measures a tenth of what a calibration does, and cannot tell finer ones apart."""
+"""Rungs of the ladder: 41 % apart. A training step measures a tenth of what a calibration does; it cannot tell finer ones apart."""
 
 
 class HeldSchedule:
@@ -40,8 +40,8 @@ class HeldSchedule:
         """
         if schedule.is_dense:
             raise ConfigError(
-                f"rollout.control is 'hold', but schedule {schedule.name!r} reads every page at every length and has no bins to move; "
-                "start with finite budgets (ones larger than any completion start dense)."
+                f"rollout.control is 'hold', but schedule {schedule.name!r} reads every page at every length and has no bins to "
+                "move; start with finite budgets (ones larger than any completion start dense)."
             )
         self._start = schedule
         self.target = rollout.target if rollout.target is not None else _own_target(schedule)
@@ -125,7 +125,7 @@ class HeldSchedule:
         text = f"from {self._first_lengths[move.bin]} tokens: {pages[move.old]} → {pages[move.new]} pages"
         estimate = decision.estimates[move.bin]
         if move.reason == "order":
-            return f"{text} (shorter lengths need as many)"
+            return f"{text} (as shorter lengths need)"
         assert estimate is not None
         return f"{text} (tail {estimate.tail:.3f}, at least {estimate.low:.3f})"
 
@@ -135,8 +135,8 @@ def _own_target(schedule: BudgetSchedule) -> float:
         return DEFAULT_TARGET
     if schedule.quantile not in (None, TAIL_QUANTILE) or not 0.0 < schedule.target < 1.0:
         raise ConfigError(
-            f"schedule {schedule.name!r} was made for target {schedule.target} of quantile {schedule.quantile}; rollout.control = 'hold' "
-            f"holds the quantile {TAIL_QUANTILE} at a target between 0 and 1. Set rollout.target."
+            f"schedule {schedule.name!r} was made for target {schedule.target} of quantile {schedule.quantile}; rollout.control = "
+            f"'hold' holds the quantile {TAIL_QUANTILE} at a target between 0 and 1. Set rollout.target."
         )
     return schedule.target
 
