@@ -104,7 +104,8 @@ class Decision:
 @dataclass(slots=True)
 class _Bin:
     """calm: steps in a row. failed: highest rung that is known to fail (-1: none), left alone until step `retry_at`; strikes: how
-    often it failed. good: the rung it was last lowered from (-1: it was raised since). since: step of the last move. measured: had tokens once.
+    often it failed. good: the rung it was last lowered from (-1: it was raised since). since: step of the last move.
+    measured: had tokens once.
     rows: int64 [R, 2 + width], the step and the rung of a trajectory's tokens, then their counts."""
 
     rung: int

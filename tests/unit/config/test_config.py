@@ -235,7 +235,7 @@ def test_hold_measures_in_every_step() -> None:
     assert "alpha_every" not in to_toml(implied)
     assert validate(RLConfig, tomllib.loads(to_toml(implied))) == implied
     with pytest.raises(ConfigError, match="distillation does not measure"):
-        load(("rollout.control", "hold"), schema=DistillConfig)
+        load(("teacher.privileged", "true"), ("rollout.control", "hold"), schema=DistillConfig)
     assert load(("rollout.control", "hold"), schema=EvaluateConfig).rollout.schedule == "dense", "a recipe's, set aside"
 
 
