@@ -12,7 +12,8 @@ from leanroll.rundir import CALIBRATION, CONFIG, ENVIRONMENT, SCHEDULE, RunDir, 
 BIN_TOKENS = 128
 
 RUN_PLOTS = [
-    "Reward", "Rewards by name", "Tail acceptance by length", "Acceptance of the sampler",
+    "Reward", "Rewards by name", "Tail acceptance by length", "Budgets by length", "Held tail by length",
+    "Acceptance of the sampler",
     "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position", "Completion length",
     "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm", "Speed of rollouts", "Time per phase",
 ]  # fmt: skip
@@ -64,6 +65,15 @@ def _training(step: int) -> dict[str, float]:
             f"{prefix}kl": spread**2 / 2, f"{prefix}ratio_mean": 1.0, f"{prefix}ratio_p05": 1 - spread,
             f"{prefix}ratio_p50": 1.0, f"{prefix}ratio_p95": 1 + spread, f"{prefix}tokens": 2000 >> number,
         }  # fmt: skip
+    metrics |= {"control/target": 0.9, "control/raised": 0, "control/lowered": int(step == 4), "control/at_limit": 0}
+    for number, start in enumerate((1, 1985, 3985)):
+        prefix = f"control/bin_{start}/"
+        metrics[f"{prefix}pages"] = (64 if step <= 4 else 45) << number
+        if step == 4:
+            metrics[f"{prefix}next_pages"] = 45 << number
+        if number < 2:  # nothing was as long as the third
+            metrics |= {f"{prefix}tail": 0.93 - 0.01 * number, f"{prefix}tail_low": 0.92 - 0.01 * number}
+            metrics[f"{prefix}effective_tokens"] = 300.0
     if step % 3 == 1:
         metrics |= {"time/measure_s": 3.0}
         metrics |= {"alpha/p05": 0.9, "alpha/mean": 0.96, "alpha/share_above_0999": 0.06, "alpha/tokens": 1100}

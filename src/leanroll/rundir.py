@@ -3,7 +3,8 @@
 runs/quickstart-20260102-030405/
   config.toml             the resolved recipe; `leanroll rl config.toml` starts the same run again
   environment.json        versions, hardware, git commit, command line
-  schedule.json           the budget schedule in force
+  schedule.json           the budget schedule of the recipe
+  held-schedule.json      with rollout.control = "hold": the budgets of the next step
   metrics.jsonl           one flat record per step (names and units: leanroll.rundir_metrics)
   rollouts/step-000012.jsonl    completions of that step
   eval/step-000012.json         held-out evaluation
@@ -35,6 +36,7 @@ CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SCHEDULE = "schedule.json"
+HELD_SCHEDULE = "held-schedule.json"
 REPORT = "report.html"
 CALIBRATION = "calibration.json"
 """Summary that makes a folder one of `leanroll calibrate`."""

@@ -155,6 +155,20 @@ SCHEMA: dict[str, Metric] = {
     "alpha/bin_<start>/mean": Metric("1", "Mean acceptance for total lengths from <start> tokens."),
     "alpha/bin_<start>/share_above_0999": Metric("share", "Tokens above 0.999 for total lengths from <start> tokens."),
     "alpha/bin_<start>/tokens": Metric("tokens", "Tokens measured for total lengths from <start> tokens."),
+    # closed loop on the schedule (rollout.control = "hold"); <start> is the first total length of a bin of the schedule
+    "control/target": Metric("1", "Acceptance that the 5th percentile of every length bin is held at."),
+    "control/raised": Metric("count", "Length bins that get a larger budget after the step."),
+    "control/lowered": Metric("count", "Length bins that get a smaller budget after the step."),
+    "control/at_limit": Metric("count", "Length bins under the target at the largest budget they may have."),
+    "control/bin_<start>/pages": Metric("pages", "Budget that the step was sampled with, total lengths from <start>."),
+    "control/bin_<start>/next_pages": Metric(
+        "pages", "Budget of the next step, total lengths from <start>; only where it changes."
+    ),
+    "control/bin_<start>/tail": Metric(
+        "1", "5th percentile of acceptance since the bin came to its budget, older steps weighing less."
+    ),
+    "control/bin_<start>/tail_low": Metric("1", "One-sided lower bound (69 %) of that 5th percentile."),
+    "control/bin_<start>/effective_tokens": Metric("tokens", "Independent tokens that this evidence is worth."),
     # evaluation
     "eval/reward/mean": Metric("reward", "Held-out mean total reward."),
     "eval/reward/<name>": Metric("reward", "Held-out mean of one reward, before its weight."),

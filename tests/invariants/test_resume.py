@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("control", ["fixed", "hold"])
+def test_killed_and_resumed_equals_never_killed(tmp_path: Path, control: str) -> None:
     model = save_tiny_model(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"
     config = tiny_recipe(
@@ -27,6 +28,8 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
         train__save_every=2,
         eval__every=3,
         rl__num_mini_batches=2,
+        rollout__control=control,
+        **({"rollout__target": 0.99, "measure__alpha_every": 1} if control == "hold" else {}),
     )
     recipe.write_text(to_toml(config))
     done = subprocess.run(

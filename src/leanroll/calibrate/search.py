@@ -172,12 +172,12 @@ class Ladder:
         return min(max(rung, first), last)
 
 
-def default_budgets(max_pages: int, reserved: int) -> tuple[int, ...]:
+def default_budgets(max_pages: int, reserved: int, per_doubling: int = 4) -> tuple[int, ...]:
     """Budgets about 19 % apart (four per doubling), from a few more than the reserved pages up to all of them."""
     budgets: list[int] = []
     step = 0
     while not budgets or budgets[-1] < max_pages:
-        pages = min(round((reserved + 3) * 2.0 ** (step / 4)), max_pages)
+        pages = min(round((reserved + 3) * 2.0 ** (step / per_doubling)), max_pages)
         if not budgets or pages > budgets[-1]:
             budgets.append(pages)
         step += 1

@@ -63,6 +63,11 @@ class RLConfig(Section):
                 f"rl.train_generations is {rl.train_generations}; expected 2 to rl.num_generations = {rl.num_generations}, or 0 "
                 "for all of them"
             )
+        if rollout.control == "hold" and rollout.schedule == "dense":
+            raise ValueError(
+                "rollout.control is 'hold' and rollout.schedule is 'dense', which has no length bins to move; start with a preset "
+                "or a file (budgets larger than any completion read every page, too)"
+            )
         if rl.overlong_buffer > rollout.max_completion_length:
             raise ValueError(
                 f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "
@@ -348,6 +353,21 @@ class InertRule:
 _SCORELESS = "rollout.schedule is 'dense' (every page is read, none is scored)"
 
 INERT_RULES = (
+    InertRule(
+        ("rollout.target", "rollout.calm_steps", "rollout.min_pages", "rollout.max_pages"),
+        lambda c: c.rollout.control == "fixed",
+        "rollout.control is 'fixed' (budgets do not move)",
+    ),
+    InertRule(
+        ("rollout.control",),
+        lambda c: isinstance(c, DistillConfig),
+        "distillation does not measure the sampler's acceptance",
+    ),
+    InertRule(
+        ("measure.alpha_every",),
+        lambda c: c.rollout.control == "hold" and c.measure.alpha_every != 1,
+        "rollout.control is 'hold', which measures acceptance in every step",
+    ),
     InertRule(
         ("rl.importance_sampling_cap",),
         lambda c: c.rl.importance_sampling_mode == "off",

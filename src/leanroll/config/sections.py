@@ -165,6 +165,25 @@ class RolloutConfig(Section):
         description="Page scorer: mean, softmax, minmax, sub4-int4, sub4-int8, sub8-int4, keys-int4, peak4-int4, peak8-int4, or "
         "oracle-mass (for diagnosis). None: the one the schedule was measured with.",
     )
+    control: Literal["fixed", "hold"] = Field(
+        "fixed",
+        description="In `rl`: fixed keeps the schedule's budgets; hold measures acceptance in every step and moves the "
+        "budget of each length bin so that its 5th percentile stays at the target (docs/closed-loop.md).",
+    )
+    target: Float | None = Field(
+        None,
+        gt=0,
+        le=0.999,
+        description="Exact acceptance that `hold` keeps the 5th percentile at. None: the schedule's own target, or 0.90 where it "
+        "has none.",
+    )
+    calm_steps: Int = Field(
+        2, ge=1, le=1000, description="Steps in a row after which a smaller budget looks safe, before `hold` takes it."
+    )
+    min_pages: Int = Field(
+        0, ge=0, description="Least pages that `hold` reads. 0: the lowest rung, three pages more than are always read."
+    )
+    max_pages: Int | None = Field(None, ge=1, description="Most pages that `hold` reads. None: all of them if need be.")
     kernel: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto",
         description="Kernel backend. auto: the fastest that this machine and device have (see `leanroll doctor`).",
@@ -187,3 +206,11 @@ class RolloutConfig(Section):
     kv_dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="Type of the KV cache. None: the model's."
     )
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> RolloutConfig:
+        if self.max_pages is not None and self.max_pages < self.min_pages:
+            raise ValueError(
+                f"max_pages is {self.max_pages}, less than min_pages = {self.min_pages}; swap or drop them"
+            )
+        return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from leanroll.report.control import draw_budgets, draw_held_tails
 from leanroll.report.curves import (
     GRADIENT,
     LENGTHS,
@@ -89,6 +90,8 @@ def _figures(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]
         draw_rewards(records),
         draw_panel(rewards_by_name(records, "reward/", _BY_NAME), records),
         draw_tails(records, _schedule_target(run)),
+        draw_budgets(records),
+        draw_held_tails(records),
         draw_panel(ACCEPTANCE, records),
         draw_panel(ACCEPTED, records),
         draw_kl_by_position(records, bin_tokens),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -86,6 +87,22 @@ class RolloutEngine:
     def pool(self) -> PagePool | None:
         """The page pool; None before the first call. Empty between calls."""
         return self._pool
+
+    def use_schedule(self, schedule: BudgetSchedule) -> None:
+        """Read other numbers of pages from the next call on.
+
+        Raises:
+            ConfigError: the schedule differs in more than its budgets, or only one of the two is dense throughout.
+        """
+        budgets_only = replace(
+            schedule, pages=self.schedule.pages, target=self.schedule.target, quantile=self.schedule.quantile
+        )
+        if not budgets_only.same_reading(self.schedule) or schedule.is_dense != self.schedule.is_dense:
+            raise ConfigError(
+                f"schedule {schedule.name!r} differs from the engine's {self.schedule.name!r} in more than its budgets (page size, "
+                "reserved pages, dense layers, bins and scorer are part of the page pool); build a new engine for it."
+            )
+        self.schedule = schedule
 
     def generate(
         self,

@@ -38,14 +38,14 @@ def alpha_metrics(
     max_tokens: int,
     bin_tokens: int,
     with_top_logprobs: bool,
-) -> dict[str, float]:
-    """Exact acceptance, overall and by bins of total length; with_top_logprobs adds, from recorded top log-probs, bounds
-    on it and the paper's own measure.
+) -> tuple[dict[str, float], tuple[np.ndarray, ...]]:
+    """Exact acceptance as metrics, overall and by bins of total length, and the rates of every rollout, as `acceptance` has them.
 
+    with_top_logprobs adds to the metrics, from recorded top log-probs, bounds on it and the paper's own measure.
     Must run before the weights move away from those that sampled. Empty when there is nothing to measure.
     """
     if not groups:
-        return {}
+        return {}, ()
     rates = acceptance(policy, groups, plan, temperature=temperature, max_tokens=max_tokens)
     prompt_lengths = [len(g.prompt.token_ids) for g in groups for _ in g.rollouts]
     summary = summarise(rates, prompt_lengths, bin_tokens=bin_tokens)
@@ -60,7 +60,7 @@ def alpha_metrics(
             ("paper_p05_high", [b.high for b in bounds]),
         ):
             metrics[f"alpha/{name}"] = tail(np.concatenate([v[1:] for v in values]))
-    return metrics
+    return metrics, rates
 
 
 def _metrics(prefix: str, stats: AcceptanceStats) -> dict[str, float]:

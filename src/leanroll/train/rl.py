@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from leanroll.config import RLConfig
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import RunDir
+from leanroll.rundir import HELD_SCHEDULE, RunDir, write_text
 from leanroll.train import setup
 from leanroll.train.alpha import alpha_metrics, choose_trajectories
 from leanroll.train.collect import Collector, RLBatch
+from leanroll.train.hold import HeldSchedule
 from leanroll.train.loop import LoopResult
 from leanroll.train.policy_module import PolicyModule
 from leanroll.train.progress import RunDisplay
@@ -40,6 +44,7 @@ class RunSummary:
     """What a run came to; numbers that were not measured are None.
 
     before, after: held-out mean reward. alpha_p05: 5th percentile of exact acceptance at the last measurement.
+    kv_share_read: of the last step, where budgets moved (rollout.control = "hold"); else None.
     interrupted: stopped by Ctrl-C after `last_step`; resume to go on.
     """
 
@@ -49,6 +54,7 @@ class RunSummary:
     before: float | None
     after: float | None
     alpha_p05: float | None
+    kv_share_read: float | None
     speed: Speed | None
     seconds: float
 
@@ -59,6 +65,8 @@ class RunSummary:
             parts.append(f"held-out reward {self.before:.3f} → {self.after:.3f}")
         if self.alpha_p05 is not None:
             parts.append(f"5th-percentile acceptance {self.alpha_p05:.3f}")
+        if self.kv_share_read is not None:
+            parts.append(f"KV read {self.kv_share_read:.2f}")
         if self.speed is not None:
             parts.append(f"tokens/s dense {self.speed.dense:,.0f}, sparse {self.speed.sparse:,.0f}")
         if self.interrupted:
@@ -106,6 +114,12 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         if not schedule.is_dense:
             kv_dtype = setup.DTYPES[config.rollout.kv_dtype] if config.rollout.kv_dtype is not None else None
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
+        self.held: HeldSchedule | None = None
+        if config.rollout.control == "hold":
+            # A micro-batch must hold every sequence, but for its last token.
+            longest = min(config.train.micro_batch_tokens + 1, self.policy.spec.max_position)
+            self.held = HeldSchedule(schedule, config.rollout, longest)
+            self._use(self.held.schedule)
         self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
         self._reference: Policy | None = None
         if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
@@ -121,24 +135,62 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         return batch
 
     def update(self, step: int, batch: RLBatch) -> dict[str, float]:
-        """Measure acceptance when it is due (before the weights move), then update."""
+        """Measure acceptance when it is due (before the weights move), then update; at the very end, the next step's budgets."""
         metrics = dict(batch.metrics)
         measure = self.config.measure
-        if self.plan is not None and measure.alpha_every and (step - 1) % measure.alpha_every == 0:
+        every = measure.alpha_every if self.held is None else 1
+        sample = choose_trajectories(batch.sampled, measure.alpha_trajectories)
+        rates: tuple[np.ndarray, ...] = ()
+        if self.plan is not None and every and (step - 1) % every == 0:
             with self.display.phase("measure"):
-                metrics |= alpha_metrics(
+                acceptance, rates = alpha_metrics(
                     self.policy,
-                    choose_trajectories(batch.sampled, measure.alpha_trajectories),
+                    sample,
                     self.plan,
                     temperature=self.config.rollout.temperature,
                     max_tokens=self.config.train.micro_batch_tokens,
                     bin_tokens=measure.bin_tokens,
                     with_top_logprobs=measure.num_top_logprobs > 0,
                 )
+                metrics |= acceptance
         updater = PolicyUpdater(
             self.policy, self.module, self.stepper, self.config, self.run, self.display, self._reference
         )
-        return metrics | updater.update(step, batch.training) | self.memory()
+        metrics |= updater.update(step, batch.training) | self.memory()
+        if self.held is not None:
+            # Not before: a step that fails leaves the state of the one before it.
+            control, moves = self.held.observe(step, sample, rates)
+            metrics |= control
+            self._use(self.held.schedule)
+            self._write_schedule()
+            if moves:
+                self.display.say(f"step {step} · budgets {', '.join(moves)}")
+        return metrics
+
+    def before_training(self) -> dict[str, float]:
+        self._write_schedule()
+        return super().before_training()
+
+    def on_resume(self, step: int) -> None:
+        self._write_schedule()
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.held is None else {"control": self.held.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.held is not None:
+            self.held.load_state(state["control"])
+            self._use(self.held.schedule)
+
+    def _use(self, schedule: BudgetSchedule) -> None:
+        """Sample with these budgets from now on; what was sampled must have been measured."""
+        assert self.plan is not None
+        self.engine.use_schedule(schedule)
+        self.schedule, self.plan = schedule, replace(self.plan, schedule=schedule)
+
+    def _write_schedule(self) -> None:
+        if self.held is not None:
+            write_text(self.run.path / HELD_SCHEDULE, self.held.schedule.to_json() + "\n")
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}", f"reward {metrics['reward/mean']:.3f}"]
@@ -176,6 +228,7 @@ def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) 
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     alphas = [r["alpha/p05"] for r in records if "alpha/p05" in r]
+    shares = [r["kv_share_read"] for r in records if "kv_share_read" in r and trainer.held is not None]
     return RunSummary(
         run_dir=run.path,
         last_step=result.last_step,
@@ -183,6 +236,7 @@ def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) 
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
         alpha_p05=alphas[-1] if alphas else None,
+        kv_share_read=shares[-1] if shares else None,
         speed=speed,
         seconds=time.perf_counter() - began,
     )

@@ -177,6 +177,13 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         """Metrics of step 0."""
         return self.evaluate(0)
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs besides policy, optimizer and generators: tensors and plain values."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+
     def on_resume(self, step: int) -> None:
         """Called instead of `before_training` when a run goes on after `step`."""
 
@@ -204,6 +211,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
                 "random": self._random,
                 "num_updates": self.num_updates,
                 "policy_version": self.policy.version,
+                **self.state(),
             }
             torch.save(state, directory / ckpt.TRAINER_FILE)
 
@@ -228,6 +236,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         ckpt.set_random_state(self._random)
         self.stepper.num_updates = state["num_updates"]
         self.policy.version = state["policy_version"]
+        self.load_state(state)
         return step
 
 

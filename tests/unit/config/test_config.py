@@ -43,6 +43,9 @@ def load(*overrides: tuple[str, str], schema: Any = RLConfig) -> Any:
     return load_config(schema, None, overrides)
 
 
+HOLD = (("rollout.schedule", "qwen3-4b-0.86"), ("rollout.control", "hold"))
+
+
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.name not in SUITES], ids=lambda path: path.name)
 def test_shipped_recipe(path: Path) -> None:
     config = load_config(DistillConfig if path.name.startswith("distill") else RLConfig, path)
@@ -209,6 +212,12 @@ def test_missing_and_malformed_file(tmp_path: Path) -> None:
         ([("rl.use_bias_correction_kl", "false")], "no KL"),
         ([("task.reward_workers", "0"), ("task.reward_timeout_s", "5")], "time limits do not apply"),
         ([("measure.alpha_every", "0"), ("measure.num_top_logprobs", "20")], "never measured"),
+        ([("rollout.control", "hold")], "no length bins to move"),
+        ([("rollout.target", "0.9")], "budgets do not move"),
+        ([("rollout.calm_steps", "2")], "budgets do not move"),
+        ([*HOLD, ("measure.alpha_every", "4")], "in every step"),
+        ([*HOLD, ("rollout.min_pages", "9"), ("rollout.max_pages", "8")], "less than min_pages"),
+        ([*HOLD, ("rollout.target", "1.0")], "less than or equal to 0.999|at most 0.999"),
         ([("rollout", "1")], "is a table"),
         ([("model.name.x", "1")], "is a value"),
         ([("measure.alpha_every", "0"), ("measure.alpha_trajectories", "4")], "never measured"),
@@ -217,6 +226,17 @@ def test_missing_and_malformed_file(tmp_path: Path) -> None:
 def test_refused(overrides: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(*overrides)
+
+
+def test_hold_measures_in_every_step() -> None:
+    config = load(*HOLD, ("rollout.target", "0.88"), ("measure.alpha_every", "1"))
+    assert validate(RLConfig, tomllib.loads(to_toml(config))) == config
+    implied = load(*HOLD)
+    assert "alpha_every" not in to_toml(implied)
+    assert validate(RLConfig, tomllib.loads(to_toml(implied))) == implied
+    with pytest.raises(ConfigError, match="distillation does not measure"):
+        load(("teacher.privileged", "true"), ("rollout.control", "hold"), schema=DistillConfig)
+    assert load(("rollout.control", "hold"), schema=EvaluateConfig).rollout.schedule == "dense", "a recipe's, set aside"
 
 
 def test_all_problems_are_reported() -> None:
