@@ -80,7 +80,9 @@ def require_sandbox(mode: Mode) -> None:
         try:
             result = run(Job(settings + _ATTEMPTS, ""), mode, _LIMITS)
         except SandboxError as error:
-            raise SandboxUnavailable(f"The sandbox {mode!r} does not work on this machine. {error}\n{_advice(mode)}") from error
+            raise SandboxUnavailable(
+                f"The sandbox {mode!r} does not work on this machine. {error}\n{_advice(mode)}"
+            ) from error
     if result.status != "passed":
         raise SandboxUnavailable(
             f"The sandbox {mode!r} does not hold on this machine ({result.status}): {result.output}\n{_advice(mode)}"
@@ -91,8 +93,8 @@ def _advice(mode: Mode) -> str:
     if mode == "namespaces":
         return (
             "It needs namespaces: root with CAP_SYS_ADMIN, or a system where users may make them (in a container: "
-            "--security-opt seccomp=unconfined, or --cap-add SYS_ADMIN). Where that cannot be had, the weaker task.params.sandbox = "
-            "'landlock' needs Linux 6.2 (docs/code-rewards.md says what it does not protect from)."
+            "--security-opt seccomp=unconfined, or --cap-add SYS_ADMIN). Where that cannot be had, the weaker "
+            "task.params.sandbox = 'landlock' needs Linux 6.2 (docs/code-rewards.md says what it does not protect from)."
         )
     return (
         "It needs Linux 6.2 with Landlock, and as root an interpreter that other users can read; or use "

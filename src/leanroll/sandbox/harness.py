@@ -24,7 +24,7 @@ def run(job: dict[str, Any], report: Callable[[str], None]) -> None:
     """Run `job` ("program", "tests", "entry_point", "calls_check", see `leanroll.sandbox.run`), report "done <status>
     <held>" with the comma-separated numbers of the asserts that held, and end the process."""
     # Taken before the program can replace them.
-    execute, translate, leave, excepthook, info = exec, compile, os._exit, sys.__excepthook__, sys.exc_info
+    execute, translate, leave, excepthook = exec, compile, os._exit, sys.__excepthook__
     process, this_process = os.getpid(), os.getpid
     held: dict[int, bool] = {}
     status = "failed"
@@ -50,11 +50,10 @@ def run(job: dict[str, Any], report: Callable[[str], None]) -> None:
         execute(translate(source, "<tests>", "exec", dont_inherit=True), tests)
         if tests.get(_DONE) is True:
             status = "passed" if all(held.values()) else "failed"
-    except BaseException:  # SystemExit and KeyboardInterrupt are failures of the program too
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the program too
         try:
-            kind, error, trace = info()
-            if error is not None and trace is not None:
-                excepthook(kind, error.with_traceback(trace.tb_next), None)  # without our own frame
+            trace = error.__traceback__
+            excepthook(type(error), error.with_traceback(trace and trace.tb_next), None)  # without our own frame
         except BaseException:
             status = "failed"  # an exception that cannot even be printed
     try:

@@ -35,7 +35,9 @@ def restrict(readable: Iterable[str]) -> None:
     """
     version = linux.syscall("landlock", _CREATE, None, 0, _VERSION_FLAG)
     if version < MIN_VERSION:
-        raise OSError(38, f"landlock: the kernel has version {version} of the interface; version {MIN_VERSION} is needed")
+        raise OSError(
+            38, f"landlock: the kernel has version {version} of the interface; version {MIN_VERSION} is needed"
+        )
     rules = _Ruleset(
         files=(1 << (15 if version < 5 else 16)) - 1, network=3 if version >= 4 else 0, scoped=3 if version >= 6 else 0
     )

@@ -18,7 +18,16 @@ TYPE_CHECKING = False  # of `typing`, which takes longer to import than the rest
 if TYPE_CHECKING:
     from typing import Any
 
-_SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+_SYSTEM_FOLDERS = (
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+)
 _FREE_UIDS = 0x70000000  # a range that no distribution hands out
 _MAX_PID = 1 << 22
 _NEEDED = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6}
@@ -60,7 +69,6 @@ def _enter(job: dict[str, Any]) -> None:
     if job["mode"] == "namespaces":
         namespaces.enter(user, readable, job["scratch_mb"])
         _fork_and_wait()  # into the new namespace of processes
-        linux.die_with_parent()
         _fork_and_wait()
         os.setsid()  # a signal to the own process group must not leave the namespace
     elif job["mode"] == "landlock":
@@ -81,10 +89,18 @@ def _enter(job: dict[str, Any]) -> None:
 
 
 def _fork_and_wait() -> None:
-    """Returns in the child; the parent waits for it, collects orphans, and ends."""
+    """Returns in the child, which dies with its parent; the parent waits for it, collects orphans, and ends."""
+    alive, hold = os.pipe()
     child = os.fork()
     if child == 0:
-        return
+        os.close(hold)
+        linux.die_with_parent()
+        os.set_blocking(alive, False)
+        try:
+            os._exit(len(os.read(alive, 1)))  # its end is closed: the parent was killed before die_with_parent
+        except BlockingIOError:
+            os.close(alive)
+            return
     os.closerange(0, 3)
     while os.wait()[0] != child:
         pass
@@ -107,7 +123,9 @@ def _free_user() -> tuple[int, int] | None:
     ids = []
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as stream:
-            start, count = max(((int(line.split()[0]), int(line.split()[2])) for line in stream), key=lambda row: row[1])
+            start, count = max(
+                ((int(line.split()[0]), int(line.split()[2])) for line in stream), key=lambda row: row[1]
+            )
         if start + count > _FREE_UIDS + _MAX_PID:
             ids.append(_FREE_UIDS + os.getpid())
         elif count >= 1 << 16:
@@ -128,7 +146,9 @@ def _limit(job: dict[str, Any], *, alone_in_user: bool) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if job["mode"] == "namespaces":  # otherwise there are no processes, and threads of the same user elsewhere would count
+    if (
+        job["mode"] == "namespaces"
+    ):  # otherwise there are no processes, and threads of the same user elsewhere would count
         limits[resource.RLIMIT_NPROC] = processes
     for kind, value in limits.items():
         resource.setrlimit(kind, value if isinstance(value, tuple) else (value, value))

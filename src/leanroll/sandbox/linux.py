@@ -11,7 +11,7 @@ MACHINES = ("x86_64", "aarch64")
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_THREAD = 0x10000000, 0x20000000, 0x40000000, 0x10000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -40,7 +40,9 @@ def check(result: int, what: str) -> int:
     return result
 
 
-def syscall(what: str, number: int, *arguments: ctypes.c_void_p | ctypes.Array[ctypes.c_char] | int | bytes | None) -> int:
+def syscall(
+    what: str, number: int, *arguments: ctypes.c_void_p | ctypes.Array[ctypes.c_char] | int | bytes | None
+) -> int:
     """System call `number`; integers are passed as 64 bits. Raises OSError as `check`."""
     passed = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     return check(int(_LIBC.syscall(ctypes.c_long(number), *passed)), what)
@@ -75,7 +77,9 @@ def mount_read_only(target: str) -> None:
     """Take writing, devices and set-user-id from the mount at `target` and those below (Linux 5.12). Raises OSError."""
     attributes = _MountAttr(attr_set=MS_RDONLY | MS_NOSUID | MS_NODEV)  # MOUNT_ATTR_* have the same values
     size = ctypes.sizeof(attributes)
-    syscall(f"mount_setattr {target}", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, address(attributes), size)
+    syscall(
+        f"mount_setattr {target}", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, address(attributes), size
+    )
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -92,7 +96,9 @@ def drop_capabilities() -> None:
     """Give up every capability of this process. Raises OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    syscall("capset", _CAPSET[MACHINE], ctypes.c_void_p(ctypes.addressof(header)), ctypes.c_void_p(ctypes.addressof(data)))
+    syscall(
+        "capset", _CAPSET[MACHINE], ctypes.c_void_p(ctypes.addressof(header)), ctypes.c_void_p(ctypes.addressof(data))
+    )
 
 
 def no_new_privileges() -> None:

@@ -17,8 +17,8 @@ from typing import Literal
 from leanroll.errors import SandboxError
 
 Mode = Literal["namespaces", "landlock"]
-"""`namespaces`: namespaces of its own (files, network, processes, users), a system-call filter, limits. `landlock`: for systems that
-forbid namespaces; the filter and Landlock on the system's own files: weaker, and a program can neither start processes nor write."""
+"""`namespaces`: namespaces of its own (files, network, processes), a filter of system calls, limits. `landlock`, for systems
+that forbid namespaces: a stricter filter and Landlock, on the system's own files; no writing, no processes, no threads."""
 
 Status = Literal["passed", "failed", "ended", "timeout", "output", "tampered"]
 """passed: the tests ran to their end and held. failed: an assert or another exception. ended: the process ended before its tests
@@ -32,7 +32,8 @@ OUTPUT_TAIL_BYTES = 4096
 _SOURCE = str(Path(__file__).parents[2])
 _BOOT = f"import sys; sys.path.insert(0, {_SOURCE!r}); from leanroll.sandbox.launch import main; main()"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "HOME": "/scratch", "TMPDIR": "/scratch", "LC_CTYPE": "C.UTF-8"}
-_MAX_VERDICT_BYTES = 1 << 16
+_MAX_VERDICT_BYTES = 1 << 20
+_MAX_DIGITS = 9
 _KILL_LIMIT_S = 5.0
 
 
@@ -44,7 +45,7 @@ class Limits:
     cpu_s: seconds of CPU time per process, rounded up.
     memory_mb: address space per process, in MB.
     scratch_mb: its folder, and each file in it, in MB; the folder is in memory.
-    max_processes: processes and threads together (`landlock`: threads only, and those are not counted).
+    max_processes: processes and threads together (`landlock`: always 1).
     output_mb: what it may print, in MB; the end of it (4 kB) is kept.
     """
 
@@ -154,8 +155,6 @@ def _start(job: Job, mode: Mode, limits: Limits, token: str, verdicts: int) -> s
             os.close(stdin)
     except OSError as error:
         raise SandboxError(f"A sandboxed interpreter cannot be started: {error}.") from error
-    except ValueError as error:  # a lone surrogate, say
-        raise SandboxError(f"The program or its tests cannot be sent to the sandbox: {error}.") from error
 
 
 class _Watch:
@@ -218,7 +217,9 @@ class _Watch:
         status, _, held = rest.partition(" ")
         if not genuine or len(said) > 2 or word != "done" or status not in ("passed", "failed"):
             return "tampered", frozenset()
-        return ("passed" if status == "passed" else "failed"), frozenset(map(int, filter(str.isdecimal, held.split(","))))
+        return ("passed" if status == "passed" else "failed"), frozenset(
+            map(int, filter(str.isdecimal, held.split(",")))
+        )
 
     def output(self) -> str:
         """The end of what was printed."""

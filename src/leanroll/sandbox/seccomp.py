@@ -33,9 +33,9 @@ _ALWAYS: dict[str, tuple[int, int | None]] = {
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180),
 }  # fmt: skip
-# Without namespaces: no other process, no socket, no change to what Landlock leaves reachable.
+# Without namespaces: no other process or thread, no socket, no change to what Landlock leaves reachable.
 _ALONE: dict[str, tuple[int, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "socket": (41, 198),
+    "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "socket": (41, 198),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
@@ -57,7 +57,7 @@ def install(*, alone: bool) -> None:
     """Filter the system calls of this process and all it starts, for good. Needs no_new_privs.
 
     Args:
-        alone: also deny processes, signals, sockets, and changes of modes, owners and times.
+        alone: also deny processes and threads, signals, sockets, and changes of modes, owners and times.
 
     Raises:
         OSError: the kernel has no such filters.
@@ -87,7 +87,6 @@ def _filter(alone: bool) -> list[_Line]:
             lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
     lines += [(_EQUAL, 0, 1, _CLONE3[arm]), (_RETURN, 0, 0, _ENOSYS)]
     if alone:
-        lines += _if_argument(_CLONE[arm], (_ANY_BIT, 1, 0, linux.CLONE_THREAD))  # threads only
         lines += _if_argument(_PRLIMIT[arm], (_EQUAL, 1, 0, 0))  # the limits of this process only
     else:
         lines += _if_argument(_CLONE[arm], (_ANY_BIT, 0, 1, _NEW_NAMESPACE))

