@@ -30,7 +30,7 @@ _SYSTEM_FOLDERS = (
 )
 _FREE_UIDS = 0x70000000  # a range that no distribution hands out
 _MAX_PID = 1 << 22
-_NEEDED = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6}
+_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
 _MAX_DESCRIPTORS = 64
 _OWN_PROCESSES = 2  # those that wait count where the user is the same
 
@@ -65,7 +65,8 @@ def _enter(job: dict[str, Any]) -> None:
         stream.write("1000")  # when memory runs out, the program goes first
     sys.path[:] = [path for path in sys.path if path != job["source"]]
     readable = _readable()
-    user = _free_user()
+    # Without CAP_SYS_ADMIN, namespaces come with one of users, in which there is no other user.
+    user = _free_user(_CAP_SETGID, _CAP_SETUID, *([_CAP_SYS_ADMIN] if job["mode"] == "namespaces" else []))
     if job["mode"] == "namespaces":
         namespaces.enter(user, readable, job["scratch_mb"])
         _fork_and_wait()  # into the new namespace of processes
@@ -114,11 +115,11 @@ def _readable() -> list[str]:
     return sorted({path for path in (*own, *_SYSTEM_FOLDERS) if os.path.isabs(path) and os.path.exists(path)})
 
 
-def _free_user() -> tuple[int, int] | None:
-    """An id for (uid, gid) that no other process has; None where this process may not change its user."""
+def _free_user(*needed: int) -> tuple[int, int] | None:
+    """An id for (uid, gid) that no other process has; None where this process lacks one of the capabilities needed, or ids."""
     with open("/proc/self/status") as stream:
         (effective,) = (int(line.split()[1], 16) for line in stream if line.startswith("CapEff:"))
-    if not all(effective >> bit & 1 for bit in _NEEDED.values()):
+    if not all(effective >> bit & 1 for bit in needed):
         return None
     ids = []
     for name in ("uid_map", "gid_map"):
