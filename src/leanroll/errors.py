@@ -35,6 +35,14 @@ class RolloutError(LeanrollError):
     """Generation cannot go on: stale weights, a prompt that does not fit, an exhausted pool."""
 
 
+class SandboxUnavailable(UserError):
+    """Programs were to be run, and this machine cannot keep them in the sandbox that was asked for."""
+
+
+class SandboxError(LeanrollError):
+    """A sandbox could not be built for one program, though this machine can build them."""
+
+
 class RewardError(LeanrollError):
     """A reward function failed or timed out and the policy for that is `fail`."""
 

@@ -15,6 +15,7 @@ SOURCE = Path(leanroll.__file__).parent
 LAYERS = (
     ("errors", "types", "rundir", "rundir_lock", "rundir_metrics", "environment"),
     ("config",),
+    ("sandbox",),
     ("tasks",),
     ("kernels",),
     ("rollout.schedule", "rollout.pages"),

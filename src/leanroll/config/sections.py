@@ -91,7 +91,7 @@ class TaskConfig(Section):
     name: str = Field(
         "ifollow",
         min_length=1,
-        description="ifollow, reasoning_gym:<dataset>, jsonl (also reads parquet), or another registered task.",
+        description="ifollow, reasoning_gym:<dataset>, code, jsonl (also reads parquet), or another registered task.",
     )
     path: str | None = Field(
         None, description="Training file of a file task (in recipes: relative to the recipe). None: the task has none."

@@ -59,6 +59,8 @@ class RewardSpec:
 
     function: importable by name or a picklable callable object, since it runs in worker processes.
     batch_size: samples per call; None means all samples of a step in one call (what TRL does).
+    own_limit_s: seconds after which a call of one sample ends by itself; a runner's time limit has to be longer, so that it is the
+        function that says what happened. None: it may take for ever.
     """
 
     name: str
@@ -66,6 +68,7 @@ class RewardSpec:
     function: RewardFunction
     format: RewardFormat = "text"
     batch_size: int | None = None
+    own_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.format not in ("text", "conversational"):

@@ -59,13 +59,13 @@ class FileTask:
         self.name = f"file:{Path(path).name}"
         self._scoring: Scoring = scoring
         self._correct_from = correct_from
-        rows = _read(Path(path), scoring)
+        rows = read_rows(Path(path), scoring)
         if eval_path is None:
             self._train, self._eval = _split(rows, seed, eval_size, Path(path))
         else:
             if eval_size is not None:
                 raise ConfigError("eval_size and eval_path are both set; eval_size has no effect then, take it out.")
-            self._train, self._eval = rows, _read(Path(eval_path), scoring)
+            self._train, self._eval = rows, read_rows(Path(eval_path), scoring)
             _check_disjoint(self._train, self._eval, Path(path), Path(eval_path))
         batch_size = _MATH_VERIFY_BATCH if scoring == "math_verify" else None
         self.rewards: tuple[RewardSpec, ...] = (
@@ -83,12 +83,12 @@ class FileTask:
     def train_item(self, index: int) -> TaskItem:
         """Training row `index`, in file order."""
         check_index(self.name, index, self.num_train)
-        return _item(index, self._train[index])
+        return row_item(index, self._train[index])
 
     def eval_items(self, n: int) -> list[TaskItem]:
         """The first n evaluation rows."""
         check_count(self.name, n, self.num_eval)
-        return [_item(index, row) for index, row in enumerate(self._eval[:n])]
+        return [row_item(index, row) for index, row in enumerate(self._eval[:n])]
 
     def answer_key(self, completion: str) -> Hashable | None:
         """The answer as it is compared; None where none is stated, or with scoring `none`."""
@@ -99,19 +99,25 @@ class FileTask:
         return reward >= self._correct_from - 1e-9
 
 
-_Row = dict[str, Any]  # "messages" (tuple of dicts) and the columns
+Row = dict[str, Any]  # "messages" (tuple of dicts) and the columns
 
 
-def _item(index: int, row: _Row) -> TaskItem:
+def row_item(index: int, row: Row) -> TaskItem:
+    """Item `index`, with the row's columns."""
     columns = {name: value for name, value in row.items() if name not in _OF_THE_ITEM}
     return TaskItem(index, row["messages"], columns, str(row.get("privileged") or ""), row.get("num_tokens"))
 
 
-def _key(row: _Row) -> str:
+def _key(row: Row) -> str:
     return json.dumps(row["messages"], sort_keys=True)
 
 
-def _read(path: Path, scoring: Scoring) -> list[_Row]:
+def read_rows(path: Path, scoring: Scoring) -> list[Row]:
+    """The rows of a file, checked, each with `messages` (tuple of dicts) and its other columns.
+
+    Raises:
+        ConfigError: a missing, empty or malformed file (with the row), or a missing column.
+    """
     if not path.is_file():
         raise ConfigError(f"There is no file {path}; give the path of a .jsonl or .parquet file.")
     raw = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
@@ -154,7 +160,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}, row {number}", row
 
 
-def _checked(row: Any, where: str, scoring: Scoring) -> _Row:
+def _checked(row: Any, where: str, scoring: Scoring) -> Row:
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where}: got {type(row).__name__}; expected an object with columns.")
     has_prompt, has_messages = row.get("prompt") is not None, row.get("messages") is not None
@@ -203,7 +209,7 @@ def _check_answer(answer: Any, where: str, scoring: Scoring) -> None:
         raise ConfigError(f"{where}: the answer {answer!r} contains no number; scoring 'numeric' needs one.")
 
 
-def _split(rows: list[_Row], seed: int, eval_size: int | None, path: Path) -> tuple[list[_Row], list[_Row]]:
+def _split(rows: list[Row], seed: int, eval_size: int | None, path: Path) -> tuple[list[Row], list[Row]]:
     if eval_size is None:
         eval_size = min(max(1, len(rows) // 10), _MAX_DEFAULT_EVAL)
     digests = [hashlib.blake2b(f"{seed}\0{_key(row)}".encode(), digest_size=16).digest() for row in rows]
@@ -219,7 +225,7 @@ def _split(rows: list[_Row], seed: int, eval_size: int | None, path: Path) -> tu
     return train, held_out
 
 
-def _check_disjoint(train: list[_Row], held_out: list[_Row], path: Path, eval_path: Path) -> None:
+def _check_disjoint(train: list[Row], held_out: list[Row], path: Path, eval_path: Path) -> None:
     shared = {_key(row) for row in train} & {_key(row) for row in held_out}
     if shared:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Tasks by name: `ifollow`, `reasoning_gym:<dataset>`, `jsonl`, `parquet`."""
+"""Tasks by name: `ifollow`, `reasoning_gym:<dataset>`, `jsonl`, `parquet`, `code`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _FACTORIES: dict[str, tuple[str, str]] = {
     "reasoning_gym": ("leanroll.tasks.reasoning_gym", "ReasoningGymTask"),
     "jsonl": ("leanroll.tasks.files", "FileTask"),
     "parquet": ("leanroll.tasks.files", "FileTask"),
+    "code": ("leanroll.tasks.code", "CodeTask"),
 }
 _NEEDS_ARGUMENT = {"reasoning_gym": "dataset"}
 
@@ -46,7 +47,7 @@ def load_task(name: str, *, seed: int = 0, **options: Any) -> Task:
         name: one of `task_names()`, e.g. "ifollow" or "reasoning_gym:chain_sum".
         seed: of the generator or of the split.
         options: the task's own; see the class or function that makes it (`IfollowTask`, `ReasoningGymTask`,
-            `FileTask`).
+            `FileTask`, `CodeTask`).
 
     Raises:
         ConfigError: an unknown name or option, a missing package, or whatever the task finds wrong.

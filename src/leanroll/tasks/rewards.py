@@ -102,7 +102,8 @@ class RewardRunner:
         on_error: `fail` raises RewardError; `zero` gives the failed reward the value 0; `drop` takes the sample out.
 
     Raises:
-        ConfigError: no reward, two of one name, or a function that cannot travel to a worker.
+        ConfigError: no reward, two of one name, a function that cannot travel to a worker, or a time limit that is not longer
+            than a reward's own.
     """
 
     def __init__(
@@ -122,6 +123,12 @@ class RewardRunner:
             raise ConfigError(
                 f"num_workers={num_workers}, time_limit_s={time_limit_s}; expected num_workers >= 0, time_limit_s > 0."
             )
+        for spec in specs:
+            if num_workers and spec.own_limit_s is not None and time_limit_s <= spec.own_limit_s:
+                raise ConfigError(
+                    f"Reward {spec.name!r} may take {spec.own_limit_s:g} s for a completion before it ends by itself, but its time "
+                    f"limit is {time_limit_s:g} s; raise task.reward_timeout_s, or lower the reward's own limit."
+                )
         self._specs = tuple(specs)
         self._time_limit_s = time_limit_s
         self._on_error = on_error

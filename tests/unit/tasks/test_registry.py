@@ -12,7 +12,7 @@ from leanroll.tasks.registry import task_options
 
 
 def test_names_and_options() -> None:
-    assert task_names() == ("ifollow", "reasoning_gym:<dataset>", "jsonl", "parquet")
+    assert task_names() == ("ifollow", "reasoning_gym:<dataset>", "jsonl", "parquet", "code")
     assert task_options("ifollow") == ("num_constraints", "partial_credit", "kinds", "min_words", "require_topic")
     assert "dataset" not in task_options("reasoning_gym:chain_sum")
     task = load_task("ifollow", seed=5, num_constraints=2)
