@@ -20,6 +20,7 @@ from leanroll.config.recipes import (
     ProfileConfig,
     Recipe,
     RLConfig,
+    RunProfileConfig,
     TrainingRecipe,
     inert_options,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Recipe",
     "RewardConfig",
     "RolloutConfig",
+    "RunProfileConfig",
     "Section",
     "Suite",
     "SuiteConfig",

@@ -50,13 +50,16 @@ def safe_ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b > 0, a / np.where(b > 0, b, 1.0), np.nan)
 
 
-def ratio_estimate(top: np.ndarray, bottom: np.ndarray, present: np.ndarray, draws: np.ndarray, level: float) -> Estimate:
+def ratio_estimate(
+    top: np.ndarray, bottom: np.ndarray, present: np.ndarray, draws: np.ndarray, level: float
+) -> Estimate:
     """A sum over trajectories divided by another, such as a mean over their tokens, with its interval.
 
     Each draw of trajectories enters both sums, so what they have in common cancels.
 
     Args:
-        top, bottom: [R], what each trajectory adds. present: bool [R], the trajectories that have tokens. draws: [num_resamples, R].
+        top, bottom: [R], what each trajectory adds. present: bool [R], the trajectories that have tokens.
+        draws: [num_resamples, R].
     """
     value = float(safe_ratio(np.asarray(top.sum()), np.asarray(bottom.sum())))
     if present.sum() < 2:

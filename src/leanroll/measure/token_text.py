@@ -43,7 +43,9 @@ class TokenText:
             for piece in partial:
                 stop = _common(piece, last)
                 half = stop < len(piece)  # its last character became another one
-                again = stop == before > 0 and not half and piece.endswith(_BROKEN)  # more of a character that stays broken
+                again = (
+                    stop == before > 0 and not half and piece.endswith(_BROKEN)
+                )  # more of a character that stays broken
                 spans.append((base + before - again, base + stop + half))
                 before = stop
             text = text[:base] + last
