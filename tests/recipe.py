@@ -1,4 +1,4 @@
-"""A small RL recipe on a tiny random model, for tests of the trainer."""
+"""Small recipes on tiny random models, for tests of the trainers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from leanroll.config import RLConfig, validate
+from leanroll.config import DistillConfig, RLConfig, validate
 from leanroll.losses import policy
 from leanroll.train import update
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -23,6 +23,14 @@ def save_tiny_model(folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_tiny_pair(student: Path, teacher: Path) -> tuple[Path, Path]:
+    """The tiny model, and a teacher of another architecture, size and vocabulary padding with the same tokenizer."""
+    save_tiny_model(student)
+    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
+    tiny_tokenizer().save_pretrained(teacher)
+    return student, teacher
 
 
 def reward(name: str) -> list[dict[str, Any]]:
@@ -58,6 +66,29 @@ def tiny_recipe(model: Path, run_dir: Path, **changes: Any) -> RLConfig:
         if value is None:
             del data[section][field]
     return validate(RLConfig, data)
+
+
+def tiny_distillation(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> DistillConfig:
+    """Dense rollouts of at most 6 tokens, LoRA; `changes` are dotted keys with __ for the dot."""
+    data: dict[str, Any] = {
+        "name": "tiny",
+        "model": {"name": str(models[0]), "dtype": "float32", "device": "cpu"},
+        "adapter": {"r": 8, "alpha": 16.0},
+        "teacher": {"model": str(models[1]), "evaluate": False, "preflight_prompts": 4, "max_dropped_mass": 0.5},
+        "task": {"rewards": reward("share_of_liked_ids"), "reward_workers": 0},
+        "rollout": {"kernel": "reference", "max_completion_length": 12, "kv_memory_gib": 0.1},
+        "distill": {"prompts_per_step": 4, "num_tokens": 6, "bin_tokens": 4},
+        "guard": {},
+        "optimizer": {"learning_rate": 0.01},
+        "train": {"steps": 3, "micro_batch_tokens": 1024, "run_dir": str(run_dir)},
+        "eval": {"num_prompts": 4, "num_samples": 1},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        data[section][field] = value
+        if value is None:
+            data[section].pop(field, None)
+    return validate(DistillConfig, data)
 
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, call: int) -> None:

@@ -13,7 +13,7 @@ from peft import AutoPeftModelForCausalLM
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from leanroll.cli.main import main
-from leanroll.config import DistillConfig, to_toml, validate
+from leanroll.config import to_toml
 from leanroll.errors import ConfigError, ModelError, OutOfMemory, TeacherError, TrainingDiverged
 from leanroll.losses.distill import divergence
 from leanroll.measure.logprobs import batch_hidden
@@ -24,41 +24,15 @@ from leanroll.rundir_metrics import is_timing
 from leanroll.train import distill, distill_update, guard, stepper
 from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
-from tests.recipe import reward, save_tiny_model
+from tests.recipe import save_tiny_pair
+from tests.recipe import tiny_distillation as recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of another architecture and size with the same tokenizer."""
-    student = save_tiny_model(tmp_path_factory.mktemp("student"))
-    teacher = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
-    tiny_tokenizer().save_pretrained(teacher)
-    return student, teacher
-
-
-def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> DistillConfig:
-    """Dense rollouts of at most 6 tokens, LoRA; `changes` are dotted keys with __ for the dot."""
-    data: dict[str, Any] = {
-        "name": "tiny",
-        "model": {"name": str(models[0]), "dtype": "float32", "device": "cpu"},
-        "adapter": {"r": 8, "alpha": 16.0},
-        "teacher": {"model": str(models[1]), "evaluate": False, "preflight_prompts": 4, "max_dropped_mass": 0.5},
-        "task": {"rewards": reward("share_of_liked_ids"), "reward_workers": 0},
-        "rollout": {"kernel": "reference", "max_completion_length": 12, "kv_memory_gib": 0.1},
-        "distill": {"prompts_per_step": 4, "num_tokens": 6, "bin_tokens": 4},
-        "guard": {},
-        "optimizer": {"learning_rate": 0.01},
-        "train": {"steps": 3, "micro_batch_tokens": 1024, "run_dir": str(run_dir)},
-        "eval": {"num_prompts": 4, "num_samples": 1},
-    }
-    for key, value in changes.items():
-        section, _, field = key.partition("__")
-        data[section][field] = value
-        if value is None:
-            data[section].pop(field, None)
-    return validate(DistillConfig, data)
+    return save_tiny_pair(tmp_path_factory.mktemp("student"), tmp_path_factory.mktemp("teacher"))
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from leanroll.train import profile
 from leanroll.train.forecast import Workload, step_cost
 from leanroll.train.teacher_decay import DecayPoint, _read, prefix_lengths
 from leanroll.types import Prompt, Rollout, RolloutGroup
-from tests.recipe import reward, save_tiny_model
+from tests.recipe import reward, save_tiny_pair
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("matplotlib")
@@ -35,11 +35,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of another architecture and size with the same tokenizer."""
-    student = save_tiny_model(tmp_path_factory.mktemp("student"))
-    teacher = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
-    tiny_tokenizer().save_pretrained(teacher)
-    return student, teacher
+    return save_tiny_pair(tmp_path_factory.mktemp("student"), tmp_path_factory.mktemp("teacher"))
 
 
 def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> ProfileConfig:
