@@ -220,6 +220,8 @@ def test_step_cost() -> None:
         ),
         (["--teacher.model", "null"], "the teacher is the student as it starts"),
         (["--profile.share", "0"], "profile.share = 0"),
+        (["--profile.teacher_completions", "true"], "profile.teacher_completions is set but has no effect"),
+        (["--step", "3"], "there is no run with checkpoints"),
         (["--train.steps", "3"], "unknown key train.steps"),
     ],
 )
@@ -258,3 +260,16 @@ def test_bad_folders_and_tasks(models: tuple[Path, Path], tmp_path: Path) -> Non
     ).save_pretrained(other)  # fmt: skip
     with pytest.raises(ModelError, match="tokenizer"):
         profile.run(recipe((models[0], other), tmp_path / "run"), quiet=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_failure_leaves_nothing(models: tuple[Path, Path], tmp_path: Path, error: type[BaseException]) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        assert list(tmp_path.rglob("config.toml")), "it has begun to write"
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "choose_num_tokens", failing)
+        with pytest.raises(error):
+            profile.run(recipe(models, tmp_path / "runs" / "x", profile__decay_points=0), quiet=True)
+    assert not list(tmp_path.iterdir())

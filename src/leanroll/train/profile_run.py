@@ -112,8 +112,8 @@ def run(
         RolloutError: no prompt could be completed by both students.
     """
     recipe = read_resolved(DistillConfig, run_dir.config_path)
-    folder = check_folder(config.profile.run_dir or run_dir.path / FOLDER)
     checkpoint = find_checkpoint(run_dir, step)
+    folder = check_folder(config.profile.run_dir or run_dir.path / FOLDER)
     with RunDisplay(5, 1, quiet=quiet) as display:
         with display.phase("load"):
             profiler = _RunProfiler(config, recipe, checkpoint, display)
