@@ -42,7 +42,7 @@ def run_overview(found: dict[str, Any]) -> str:
         ["KL after / before, trained", _estimate(base["trained_ratio"]), f"base completions, below position {n}, {level} interval"],
         ["KL after / before, untrained", _estimate(base["untrained_ratio"]), f"base completions, from position {n} on"],
         ["the same on own completions", _estimate(own["untrained_ratio"]),
-         f"per token from {n} on: the trained student on its own completions, against the base on its own"],
+         f"per token from {n} on, each student on its own"],
     ]  # fmt: skip
     reports = {name: found["completions"][name]["report"] for name, _, _ in _WHOSE if name in found["completions"]}
     for label, unit, text in (
