@@ -170,17 +170,18 @@ def test_an_earlier_checkpoint(run: Path, found: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "step", "expected"),
     [
-        ({}, 3, 6),
-        ({"distill__final_num_tokens": 12}, 3, 12),
-        ({"distill__final_num_tokens": 12, "train__steps": 7}, 4, 9),
-        ({"distill__final_num_tokens": 2}, 3, 6),
-        ({"distill__num_tokens": None, "distill__full_rollouts": True}, 3, 12),
-        ({"distill__num_tokens": 12, "distill__selection": "prefix", "distill__selected_tokens": 5}, 3, 5),
-        ({"distill__selection": "suffix", "distill__selected_tokens": 2}, 3, 6),
+        ({}, 1, 6),
+        ({}, 2, 9),
+        ({}, 3, 9),
+        ({}, 0, 0),
+        ({"distill__selection": "prefix", "distill__selected_tokens": 5}, 3, 5),
+        ({"distill__selection": "prefix", "distill__selected_tokens": 20}, 3, 9),
+        ({"distill__selection": "suffix", "distill__selected_tokens": 2}, 3, 9),
     ],
 )
 def test_trained_tokens(models: tuple[Path, Path], tmp_path: Path, changes: Any, step: int, expected: int) -> None:
-    assert trained_tokens(tiny_distillation(models, tmp_path, **changes), step) == expected
+    records = [{"step": 0}, *({"step": i + 1, "distill/num_tokens": n} for i, n in enumerate((6, 9, 4, 12)))]
+    assert trained_tokens(tiny_distillation(models, tmp_path, **changes), records, step) == expected
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ def run(
     folder = check_folder(config.profile.run_dir or run_dir.path / FOLDER)
     with RunDisplay(5, 1, quiet=quiet) as display:
         with display.phase("load"):
-            profiler = _RunProfiler(config, recipe, checkpoint, display)
+            profiler = _RunProfiler(config, recipe, run_dir, checkpoint, display)
         with result_files(folder, config, profiler.facts) as files:
-            summary = profiler.measure(files, folder, run_dir)
+            summary = profiler.measure(files, folder)
         if at_end is not None:
             with display.phase("report"):
                 at_end(folder)
@@ -129,10 +129,12 @@ def run(
 class _RunProfiler:
     """The objects of a run's profile, and its stages."""
 
-    def __init__(self, config: RunProfileConfig, recipe: DistillConfig, checkpoint: Path, display: RunDisplay) -> None:
-        self.config, self.recipe, self.display = config, recipe, display
+    def __init__(
+        self, config: RunProfileConfig, recipe: DistillConfig, run_dir: RunDir, checkpoint: Path, display: RunDisplay
+    ) -> None:
+        self.config, self.recipe, self.run_name, self.display = config, recipe, run_dir.path.name, display
         self.step = int(read_state(checkpoint)["step"])
-        self.trained = trained_tokens(recipe, self.step)
+        self.trained = trained_tokens(recipe, run_dir.read_metrics(), self.step)
         self.schedule = setup.build_schedule(config.rollout)
         task = setup.build_task(config.task)
         count = config.profile.num_prompts
@@ -152,7 +154,7 @@ class _RunProfiler:
         self.facts = {"device": str(base.policy.device), "kernel": engine.backend.name}
         self._batch_size = config.distill.prompts_per_step * config.distill.num_generations
 
-    def measure(self, files: Path, folder: Path, run_dir: RunDir) -> RunProfileSummary:
+    def measure(self, files: Path, folder: Path) -> RunProfileSummary:
         """All stages; writes profile.json and trajectories.jsonl to `files`, which will be `folder`."""
         config, options, base = self.config, self.config.profile, self.students[BASE]
         with base.active() as policy:
@@ -186,7 +188,7 @@ class _RunProfiler:
         result = {
             "kind": "after",
             "name": config.name,
-            "run": run_dir.path.name,
+            "run": self.run_name,
             "model": config.model.name,
             "teacher": teacher_name(config),
             "step": self.step,

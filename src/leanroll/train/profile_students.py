@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from leanroll.config import DistillConfig, RunProfileConfig
 from leanroll.errors import ConfigError
@@ -78,9 +79,11 @@ def load_students(config: RunProfileConfig, checkpoint: Path) -> tuple[Student, 
     return Student(base, teacher, adapter_off=False), Student(trained, moved, adapter_off=False)
 
 
-def trained_tokens(recipe: DistillConfig, step: int) -> int:
-    """N: positions below it were in the loss at some step up to `step` (of a selection from the middle: could have been)."""
-    options, steps = recipe.distill, recipe.train.steps
-    ends = [options.tokens_at(s, steps) for s in (1, max(step, 1))]
-    most = max(tokens or recipe.rollout.max_completion_length for tokens in ends)
+def trained_tokens(recipe: DistillConfig, records: Sequence[Mapping[str, Any]], step: int) -> int:
+    """N: positions below it were in the loss at some step up to `step` (of a selection from the middle: could have been).
+
+    records: of the run's metrics, which say how many tokens each step really generated at most. Without a step: 0.
+    """
+    most = max((int(r["distill/num_tokens"]) for r in records if 0 < r["step"] <= step), default=0)
+    options = recipe.distill
     return min(most, options.selected_tokens or most) if options.selection == "prefix" else most
