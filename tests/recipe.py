@@ -1,4 +1,4 @@
-"""A small RL recipe on a tiny random model, for tests of the trainer."""
+"""Small recipes on tiny random models, for tests of the trainers."""
 
 from __future__ import annotations
 

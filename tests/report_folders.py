@@ -1,4 +1,5 @@
-"""Run and calibration directories as the trainer and `leanroll calibrate` leave them, with invented numbers. Loads no torch."""
+"""Run, calibration and profile directories as the trainer, `leanroll calibrate` and `leanroll profile` leave them, with invented
+numbers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from leanroll.config import DistillConfig, RLConfig, to_toml, validate
-from leanroll.rundir import CALIBRATION, CONFIG, ENVIRONMENT, SCHEDULE, RunDir, write_json, write_text
+from leanroll.rundir import CALIBRATION, CONFIG, ENVIRONMENT, PROFILE, SCHEDULE, RunDir, write_json, write_text
 
 BIN_TOKENS = 128
 
@@ -30,6 +31,17 @@ CALIBRATION_PLOTS = [
     "Distribution of alpha, target 0.86", "Distribution of alpha, target 0.9",
 ]  # fmt: skip
 """Plots on the page of `write_calibration`, in order."""
+PROFILE_PLOTS = [
+    "KL by position", "Entropies by position", "Completions by position", "Cumulative KL", "Teacher decay", "Seconds per step",
+]  # fmt: skip
+"""Plots on the page of `write_profile`, in order."""
+RUN_PROFILE_PLOTS = [
+    "KL on the base completions", "KL after / before by position", "Base completions by position", "KL on own completions",
+    "Where the student's likeliest token stands with the teacher", "Completion length", "Completion length, quantiles",
+    "KL by category", "KL by category and position, before", "KL by category and position, after",
+    "Share of the KL by category and position",
+]  # fmt: skip
+"""Plots on the page of `write_run_profile`, in order."""
 
 
 def write_run(folder: Path, *, steps: int = 12) -> RunDir:
@@ -203,3 +215,151 @@ def _stats(low: int, tail: float) -> dict[str, Any]:
         "low": low, "high": low + 496, "num_tokens": 4000, "num_rollouts": 8, "mean": 0.97, "tail": tail,
         "tail_low": tail - 0.01, "tail_high": tail + 0.01, "share_high": 0.3,
     }  # fmt: skip
+
+
+def write_profile(folder: Path) -> Path:
+    """A profile before training, of completions of up to 160 tokens."""
+    starts = list(range(0, 160, 16))
+    means = [0.9 * math.exp(-start / 60) + 0.2 for start in starts]
+    entropies = [2.0 - 0.004 * start for start in starts]
+    costs = [
+        {"num_tokens": n, "generated": 16 * n, "teacher_inputs": 20 * n, "student_inputs": 18 * n, "rollout_s": n / 8,
+         "teacher_s": n / 30, "update_s": n / 10, "step_s": n * (1 / 8 + 1 / 30 + 1 / 10)}
+        for n in (24, 160)
+    ]  # fmt: skip
+    kinds = {"title": {"continued": 0.5, "own_prefix": 0.6, "student": 0.2, "num_prompts": 5}}
+    points = [
+        {"k": k, "num_prompts": 60 - k // 4, "continued": _around(0.7 - k / 300), "at_zero": _around(0.7),
+         "student": _around(0.3), "own_prefix": _around(0.69), "difference": _around(-k / 300), "by_kind": kinds}
+        for k in (0, 25, 50, 100)
+    ]  # fmt: skip
+    found = {
+        "kind": "before", "name": "demo", "model": "smollm2-135m", "teacher": "the student's base, privileged prompt",
+        "max_completion_length": 160, "step": {"prompts_per_step": 16, "num_generations": 1}, "findings": _FINDINGS,
+        "lengths": {"num": 64, "p10": 20.0, "p50": 90.0, "p90": 160.0, "mean": 92.5, "capped_share": 0.2},
+        "curves": _curves(starts, means) | {
+            "student_entropy": _curves(starts, entropies)["reverse_kl"],
+            "teacher_entropy": _curves(starts, [0.7 * e for e in entropies])["reverse_kl"],
+        },
+        "cumulative_kl": [math.sqrt((t + 1) / 160) for t in range(160)],
+        "choice": {"num_tokens": 33, "low": 28, "high": 40, "level": 0.95, "share": 0.45, "knee": 50},
+        "decay": {"points": points, "threshold": 50, "notes": []}, "delta": 0.1,
+        "rates": {"full_rollout": 300.0, "teacher": 900.0, "student": 700.0, "update_factor": 3.0}, "costs": costs,
+    }  # fmt: skip
+    return _profile_folder(folder, found)
+
+
+def write_run_profile(folder: Path) -> Path:
+    """A profile after training at N = 40, of completions of up to 160 tokens."""
+    starts = sorted({*range(0, 160, 16), 40})
+    stops = [*starts[1:], 160]
+    before = [0.9 * math.exp(-start / 60) + 0.2 for start in starts]
+    after = [kl * (0.55 if start < 40 else 0.68 + 0.001 * start) for kl, start in zip(before, starts, strict=True)]
+    counts = [64 - start // 3 for start in starts]
+    own_starts = list(range(0, 160, 16))
+    shares = {
+        "base": {"own": (0.71, 0.29, 0.59, 0.12), "common": (0.68, 0.35, 0.53, 0.12)},
+        "trained": {"own": (0.79, 0.42, 0.47, 0.11), "common": (0.74, 0.48, 0.42, 0.10)},
+    }
+    names = ("num_positions", "top1", "rank_1", "rank_2_to_5", "rank_above_5")
+    found = {
+        "kind": "after", "name": "demo", "run": "demo-20260102", "model": "smollm2-135m",
+        "teacher": "the student's base, privileged prompt, which has a rather long description of what it is", "step": 60,
+        "num_steps": 60, "max_completion_length": 160, "num_prompts": 64, "trained_tokens": 40, "untrained_share": 0.66,
+        "bin_tokens": 16, "level": 0.95, "findings": _FINDINGS,
+        "cascade": {
+            "base": {
+                "starts": starts, "stops": stops, "num_trajectories": counts,
+                "num_tokens": [n * (b - a) for n, a, b in zip(counts, starts, stops, strict=True)], "before": before,
+                "after": after, "ratio": [*(a / b for a, b in zip(after[:-1], before[:-1], strict=True)), None],
+                "trained": [stop <= 40 for stop in stops], "trained_ratio": _estimated(0.55),
+                "untrained_ratio": _estimated(0.75),
+            },
+            "own": {
+                "before": _curves(own_starts, [0.9 * math.exp(-start / 60) + 0.2 for start in own_starts]),
+                "after": _curves(own_starts[:8], [0.5 * math.exp(-start / 60) + 0.14 for start in own_starts[:8]]),
+                "trained_ratio": _estimated(0.56), "untrained_ratio": _estimated(0.8),
+            },
+        },
+        "commitment": {
+            "top_share": 0.1,
+            "models": {
+                model: {where: dict(zip(names, (560, *row), strict=True)) for where, row in kinds.items()}
+                for model, kinds in shares.items()
+            },
+        },
+        "completions": {
+            "base": _completions(90, 1.0), "trained": _completions(70, 0.7, boxed={"share_many": 0.1, "mean_count": 0.9}),
+            "teacher": _completions(100, 1.1),
+        },
+        "categories": {
+            "before": _category_table(own_starts, 1.0), "after": _category_table(own_starts, 0.7),
+            "ratios": {name: None if name == "latex" else _estimated(0.7) for name in _CATEGORIES},
+        },
+    }  # fmt: skip
+    return _profile_folder(folder, found)
+
+
+_FINDINGS = [
+    {"name": "tokenizers", "level": "ok", "text": "Both sides share 49152 ids.", "value": None, "limit": None},
+    {
+        "name": "templates",
+        "level": "warning",
+        "text": "The <b>templates</b> differ " + "x" * 90,
+        "value": 1.0,
+        "limit": 2.0,
+    },
+]
+_CATEGORIES = ("stop", "latex", "number", "operator", "planning", "structural", "continuation")
+
+
+def _profile_folder(folder: Path, found: dict[str, Any]) -> Path:
+    folder.mkdir()
+    write_json(folder / PROFILE, found)
+    write_json(folder / ENVIRONMENT, {"device": "cpu"})
+    write_text(folder / CONFIG, 'name = "demo"\n')
+    return folder
+
+
+def _around(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "level": 0.95}
+
+
+def _estimated(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.05, "high": value + 0.05, "level": 0.95}
+
+
+def _curves(starts: list[int], means: list[float]) -> dict[str, Any]:
+    """The last bin rests on one completion, so that it has no interval."""
+    low, high = ([*(mean * f for mean in means[:-1]), None] for f in (0.9, 1.1))
+    return {
+        "bin_tokens": 16, "level": 0.95, "starts": starts, "num_trajectories": [64 - start // 3 for start in starts],
+        "num_tokens": [900 - start for start in starts], "reverse_kl": {"mean": means, "low": low, "high": high},
+    }  # fmt: skip
+
+
+def _completions(median: int, spread: float, boxed: dict[str, float] | None = None) -> dict[str, Any]:
+    lengths = [min(160, max(3, round(median + spread * 60 * math.sin(i)))) for i in range(64)]
+    ordered = sorted(lengths)
+    stats = {"p10": ordered[6], "p50": ordered[32], "p90": ordered[57], "mean": sum(lengths) / 64}
+    report = {
+        "num_completions": 64, "max_completion_length": 160, "cap_rate": 0.1, "periodic_tail": 0.03, "repeated": 0.05,
+        "distinct_2": 0.9, "lengths": stats, "eos_prob": None, "boxed": boxed,
+    }  # fmt: skip
+    return {"report": report, "lengths": lengths}
+
+
+def _category_table(starts: list[int], scale: float) -> dict[str, Any]:
+    rows = []
+    for number, name in enumerate(_CATEGORIES):
+        used = name != "latex"
+        means = [
+            scale * (0.2 + 0.1 * number + 0.001 * start) if used and (start + number) % 5 else None for start in starts
+        ]
+        rows.append({
+            "category": name, "num_tokens": 100 * number + 7 if used else 0, "num_trajectories": 60 if used else 0,
+            "token_share": number / 20 if used else 0.0, "kl_share": number / 20 if used else 0.0,
+            "mean": _estimated(scale * (0.2 + 0.1 * number)) if used else None, "bin_tokens": [40] * len(starts),
+            "bin_mean": means, "bin_share": [None if mean is None else mean / 60 for mean in means],
+        })  # fmt: skip
+    return {"starts": starts, "rows": rows}

@@ -12,6 +12,7 @@ runs/quickstart-20260102-030405/
   full-step.json          a step against one of full rollouts (distill.compare_full)
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
+  profile/                what `leanroll profile` found after training
   report.html             the page of `leanroll report`
   .lock                         held while a process trains here (leanroll.rundir_lock)
 """
@@ -22,6 +23,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,6 +44,8 @@ CALIBRATION = "calibration.json"
 """Summary that makes a folder one of `leanroll calibrate`."""
 PROFILE, PROFILE_PAGE = "profile.json", "profile.html"
 """What `leanroll profile` found, and its page."""
+TRAJECTORIES = "trajectories.jsonl"
+"""Beside it: the completions, with what was measured at each token."""
 ROLLOUTS, EVAL, CHECKPOINTS, DIAGNOSIS = "rollouts", "eval", "checkpoints", "diagnosis"
 
 TEACHER_EVAL = "teacher.json"
@@ -239,6 +243,37 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def staged_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it raises.
+
+    path: a new or empty folder. Missing parents are made, and taken away again where nothing is left in them.
+
+    Raises:
+        OSError: it cannot be written, or `path` holds something by the end.
+    """
+    made = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
+        try:
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o777 & ~umask)
+            yield temporary
+            sync_folder(temporary)
+            temporary.replace(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except BaseException:
+        for parent in made:  # the innermost first
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
     sync_folder(path.parent)
 

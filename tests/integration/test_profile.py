@@ -26,7 +26,8 @@ from leanroll.train import profile
 from leanroll.train.forecast import Workload, step_cost
 from leanroll.train.teacher_decay import DecayPoint, _read, prefix_lengths
 from leanroll.types import Prompt, Rollout, RolloutGroup
-from tests.recipe import reward, save_tiny_model
+from tests.distilling import save_pair
+from tests.recipe import reward
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("matplotlib")
@@ -35,11 +36,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of another architecture and size with the same tokenizer."""
-    student = save_tiny_model(tmp_path_factory.mktemp("student"))
-    teacher = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
-    tiny_tokenizer().save_pretrained(teacher)
-    return student, teacher
+    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def recipe(models: tuple[Path, Path], run_dir: Path, **changes: Any) -> ProfileConfig:
@@ -224,6 +221,8 @@ def test_step_cost() -> None:
         ),
         (["--teacher.model", "null"], "the teacher is the student as it starts"),
         (["--profile.share", "0"], "profile.share = 0"),
+        (["--profile.teacher_completions", "true"], "profile.teacher_completions is set but has no effect"),
+        (["--step", "3"], "there is no run with checkpoints"),
         (["--train.steps", "3"], "unknown key train.steps"),
     ],
 )
@@ -262,3 +261,16 @@ def test_bad_folders_and_tasks(models: tuple[Path, Path], tmp_path: Path) -> Non
     ).save_pretrained(other)  # fmt: skip
     with pytest.raises(ModelError, match="tokenizer"):
         profile.run(recipe((models[0], other), tmp_path / "run"), quiet=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_failure_leaves_nothing(models: tuple[Path, Path], tmp_path: Path, error: type[BaseException]) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        assert list(tmp_path.rglob("config.toml")), "it has begun to write"
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "choose_num_tokens", failing)
+        with pytest.raises(error):
+            profile.run(recipe(models, tmp_path / "runs" / "x", profile__decay_points=0), quiet=True)
+    assert not list(tmp_path.iterdir())

@@ -11,10 +11,14 @@ from tests.browser import DESKTOP, PHONE, find_browser, open_page
 from tests.report_folders import (
     CALIBRATION_PLOTS,
     DISTILL_PLOTS,
+    PROFILE_PLOTS,
     RUN_PLOTS,
+    RUN_PROFILE_PLOTS,
     write_calibration,
     write_distillation,
+    write_profile,
     write_run,
+    write_run_profile,
 )  # fmt: skip
 
 pytest.importorskip("matplotlib")
@@ -29,16 +33,24 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": write_run(folder / "run").path,
         "distillation": write_distillation(folder / "distillation").path,
         "calibration": write_calibration(folder / "calibration"),
+        "profile": write_profile(folder / "profile"),
+        "run profile": write_run_profile(folder / "run profile"),
     }
     for path in folders.values():
         assert main(["report", str(path)]) == 0
-    return {kind: path / "report.html" for kind, path in folders.items()}
+    return {kind: path / ("profile.html" if "profile" in kind else "report.html") for kind, path in folders.items()}
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 @pytest.mark.parametrize(
     ("kind", "titles"),
-    [("run", RUN_PLOTS), ("distillation", DISTILL_PLOTS), ("calibration", CALIBRATION_PLOTS)],
+    [
+        ("run", RUN_PLOTS),
+        ("distillation", DISTILL_PLOTS),
+        ("calibration", CALIBRATION_PLOTS),
+        ("profile", PROFILE_PLOTS),
+        ("run profile", RUN_PROFILE_PLOTS),
+    ],
 )
 def test_page_is_whole(pages: dict[str, Path], tmp_path: Path, kind: str, titles: list[str], width: int) -> None:
     opened = open_page(pages[kind], width, tmp_path)

@@ -8,7 +8,16 @@ import pytest
 
 from leanroll import environment
 from leanroll.errors import ConfigError, ResumeError
-from leanroll.rundir import RunDir, atomic_file, read_jsonl, step_name, write_json, write_jsonl, write_text
+from leanroll.rundir import (
+    RunDir,
+    atomic_file,
+    read_jsonl,
+    staged_folder,
+    step_name,
+    write_json,
+    write_jsonl,
+    write_text,
+)
 from leanroll.rundir_lock import run_lock
 from leanroll.rundir_metrics import SCHEMA, check_record, describe_metric, is_timing
 
@@ -213,3 +222,42 @@ def test_environment_is_json_and_complete() -> None:
 
 def test_git_state_outside_a_checkout(tmp_path: Path) -> None:
     assert environment.git_state(tmp_path) == {"commit": None, "dirty": None}
+
+
+def test_a_staged_folder_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b" / "c"
+    with staged_folder(folder) as files:
+        write_text(files / "x", "1")
+        assert not folder.exists()
+    assert [entry.name for entry in folder.parent.iterdir()] == ["c"]
+    assert (folder / "x").read_text() == "1"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with staged_folder(empty) as files:
+        write_text(files / "y", "2")
+    assert (empty / "y").read_text() == "2"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_staged_folder_that_failed_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def failing(folder: Path) -> None:
+        with staged_folder(folder) as files:
+            (files / "inner").mkdir()
+            raise error
+
+    (tmp_path / "kept").mkdir()
+    for folder in (tmp_path / "a" / "b" / "c", tmp_path / "kept" / "c"):
+        with pytest.raises(error):
+            failing(folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+
+
+def test_a_staged_folder_takes_no_foreign_files_away(tmp_path: Path) -> None:
+    def overtaken(folder: Path) -> None:
+        with staged_folder(folder):
+            folder.mkdir()
+            (folder / "mine").touch()
+
+    with pytest.raises(OSError, match="not empty"):
+        overtaken(tmp_path / "a" / "c")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "c", "mine"]

@@ -20,6 +20,7 @@ from leanroll.config.recipes import (
     ProfileConfig,
     Recipe,
     RLConfig,
+    RunProfileConfig,
     TrainingRecipe,
     inert_options,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Recipe",
     "RewardConfig",
     "RolloutConfig",
+    "RunProfileConfig",
     "Section",
     "Suite",
     "SuiteConfig",

@@ -1,4 +1,4 @@
-"""The section that says how a distillation is profiled before it is trained."""
+"""The section that says how a distillation is profiled, before it is trained and after."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from leanroll.config.base import Float, Int, Section
+from leanroll.config.base import Bool, Float, Int, Section
+
+BEFORE_ONLY = ("decay_points", "decay_tokens", "decay_prompts", "share", "delta")
+"""Options that choose N and so have no effect once a run was trained."""
+AFTER_ONLY = ("teacher_completions",)
+"""Options of the profile of a finished run alone."""
 
 
 class ProfilingConfig(Section):
     """[profile]: prompts, prefix lengths of the teacher's decay, and what is read off the curves."""
 
-    num_prompts: Int = Field(64, ge=2, description="Training prompts, with one full completion of the student each.")
+    num_prompts: Int = Field(
+        64,
+        ge=2,
+        description="Prompts, with one full completion each: training prompts before training, held-out prompts after.",
+    )
     decay_points: Int = Field(
         4,
         ge=0,
@@ -32,6 +41,10 @@ class ProfilingConfig(Section):
         le=1,
         description="Share of the teacher's lead over the student that it may lose by a prefix, for the decay threshold.",
     )
+    teacher_completions: Bool = Field(
+        True,
+        description="After training: the teacher completes the prompts too, for its lengths and repetitions. false: left out.",
+    )
     level: Float = Field(0.95, gt=0, lt=1, description="Of all bootstrap intervals.")
     bin_tokens: Int = Field(16, ge=1, description="Width of a bin of positions in the curves, tokens.")
     micro_batch_tokens: Int = Field(
@@ -39,7 +52,9 @@ class ProfilingConfig(Section):
     )
     seed: Int = Field(0, ge=0, lt=2**63, description="Seed of prompts, draws and bootstraps.")
     run_dir: str | None = Field(
-        None, description="Folder of the results. None: runs/<name>-profile-<date>-<time> in the current folder."
+        None,
+        description="Folder of the results. None: runs/<name>-profile-<date>-<time> in the current folder; after training "
+        "the folder `profile` of the run.",
     )
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
-from leanroll.config.profile import ProfilingConfig
+from leanroll.config.profile import AFTER_ONLY, BEFORE_ONLY, ProfilingConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -159,7 +159,23 @@ class ProfileConfig(Section):
                 f"profile.decay_tokens goes up to {tokens[-1]}, but completions have at most rollout.max_completion_length = "
                 f"{full} tokens, so that nothing would be left to continue; lower the former or raise the latter"
             )
+        for field, because in self.inert_profile_options().items():
+            if field in self.profile.model_fields_set:
+                raise ValueError(f"profile.{field} is set but has no effect, because {because}")
         return self
+
+    def inert_profile_options(self) -> dict[str, str]:
+        """Fields of [profile] without effect → why; setting one is an error, and resolved files leave it out."""
+        before = "this profile is made before training; give the folder of a run to profile it after training"
+        return {**self.profile.inert_fields(), **dict.fromkeys(AFTER_ONLY, before)}
+
+
+class RunProfileConfig(ProfileConfig):
+    """Everything `leanroll profile` needs of a run that was trained: the run's recipe without its training."""
+
+    def inert_profile_options(self) -> dict[str, str]:
+        """As before training."""
+        return dict.fromkeys(BEFORE_ONLY, "the run was trained already; they choose the number of tokens before that")
 
 
 class GenerateConfig(Section):
@@ -256,6 +272,7 @@ RecipeT = TypeVar(
     RLConfig,
     DistillConfig,
     ProfileConfig,
+    RunProfileConfig,
     GenerateConfig,
     EvaluateConfig,
     CalibrateConfig,

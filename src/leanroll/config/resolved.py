@@ -48,7 +48,7 @@ def to_dict(config: Recipe) -> dict[str, Any]:
             section, _, field = option.partition(".")
             data[section].pop(field, None)
     if isinstance(config, ProfileConfig):
-        for field in config.profile.inert_fields():
+        for field in config.inert_profile_options():
             data["profile"].pop(field, None)
     return data
 

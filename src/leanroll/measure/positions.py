@@ -16,6 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from leanroll.errors import ConfigError, UserError
+from leanroll.measure.bootstrap import (
+    Estimate,
+    check_same_lengths,
+    check_settings,
+    column_quantiles,
+    length_mask,
+    pad_trajectories,
+    ratio_estimate,
+    resample_counts,
+    safe_ratio,
+    trajectory_lengths,
+)
 
 KL_SHARE = 0.45
 """Share of the total KL that the first N tokens are to hold (paper)."""
@@ -25,16 +37,6 @@ MAX_MEDIAN_SHARE = 0.25
 """N above this share of the median length saves little."""
 _SLACK = 1e-12
 _COLUMNS, _ROWS = 512, 64  # of one block of resampled sums: bounded memory
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A statistic and its bootstrap interval at `level`; the interval is NaN where fewer than two trajectories have tokens."""
-
-    value: float
-    low: float
-    high: float
-    level: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,15 @@ class PositionCurves:
             ConfigError: bin_tokens, level or num_resamples out of range.
             UserError: no trajectories, an empty one, values that are not finite, or statistics of different lengths.
         """
-        _check_settings(level, num_resamples, bin_tokens)
-        lengths = _lengths(reverse_kl, "reverse_kl")
+        check_settings(level, num_resamples, bin_tokens)
+        lengths = trajectory_lengths(reverse_kl, "reverse_kl")
         starts = np.arange(0, lengths.max(), bin_tokens)
-        counts = np.add.reduceat(_mask(lengths).astype(np.float64), starts, axis=1)
-        draws = _draws(len(lengths), num_resamples, seed)
+        counts = np.add.reduceat(length_mask(lengths).astype(np.float64), starts, axis=1)
+        draws = resample_counts(len(lengths), num_resamples, seed)
 
         def curve(name: str, values: Sequence[np.ndarray]) -> Curve:
-            _check_same_lengths(lengths, "reverse_kl", _lengths(values, name), name)
-            sums = np.add.reduceat(_padded(values, lengths), starts, axis=1)
+            check_same_lengths(lengths, "reverse_kl", trajectory_lengths(values, name), name)
+            sums = np.add.reduceat(pad_trajectories(values, lengths), starts, axis=1)
             return _curve(sums, counts, draws, level)
 
         return cls(
@@ -157,14 +159,14 @@ def choose_num_tokens(
         ConfigError: share, level or num_resamples out of range.
         UserError: trajectories are missing, empty or not finite; there is no KL to share out; numbers of entries differ.
     """
-    _check_settings(level, num_resamples)
+    check_settings(level, num_resamples)
     if not 0.0 < share <= 1.0:
         raise ConfigError(
             f"share is {share}; expected a share of the total KL above 0 and at most 1, such as {KL_SHARE}."
         )
-    lengths = _lengths(reverse_kl, "reverse_kl")
+    lengths = trajectory_lengths(reverse_kl, "reverse_kl")
     _check_finish_reasons(finish_reasons, len(lengths))
-    padded = _padded(reverse_kl, lengths)
+    padded = pad_trajectories(reverse_kl, lengths)
     by_position = padded.sum(axis=0)
     cumulative = np.cumsum(by_position)
     if not cumulative[-1] > 0:
@@ -174,7 +176,7 @@ def choose_num_tokens(
         )
     num_tokens = int(_first_to_hold(cumulative, share))
     low = high = None
-    draws = _draws(len(lengths), num_resamples, seed)
+    draws = resample_counts(len(lengths), num_resamples, seed)
     chosen = np.concatenate([_chosen(draws[i : i + _ROWS] @ padded, share) for i in range(0, len(draws), _ROWS)])
     if len(lengths) > 1 and len(chosen):
         ends = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
@@ -289,30 +291,25 @@ def cascade(
         ConfigError: bin_tokens, trained, level or num_resamples out of range.
         UserError: no trajectories, an empty one, values that are not finite, or the two sides differ in length.
     """
-    _check_settings(level, num_resamples, bin_tokens)
+    check_settings(level, num_resamples, bin_tokens)
     if trained < 0:
         raise ConfigError(f"trained is {trained}; expected the number of tokens in the loss, 0 or more.")
-    lengths = _lengths(before, "before")
-    _check_same_lengths(lengths, "before", _lengths(after, "after"), "after")
+    lengths = trajectory_lengths(before, "before")
+    check_same_lengths(lengths, "before", trajectory_lengths(after, "after"), "after")
     longest = int(lengths.max())
     starts = np.union1d(np.arange(0, longest, bin_tokens), [trained] if trained < longest else []).astype(np.int64)
     stops = np.append(starts[1:], longest)
-    sums = [np.add.reduceat(_padded(side, lengths), starts, axis=1) for side in (before, after)]
-    counts = np.add.reduceat(_mask(lengths).astype(np.int64), starts, axis=1)
+    sums = [np.add.reduceat(pad_trajectories(side, lengths), starts, axis=1) for side in (before, after)]
+    counts = np.add.reduceat(length_mask(lengths).astype(np.int64), starts, axis=1)
     num_tokens, inside = counts.sum(axis=0), stops <= trained
     mean_before, mean_after = (side.sum(axis=0) / num_tokens for side in sums)
-    draws = _draws(len(lengths), num_resamples, seed)
+    draws = resample_counts(len(lengths), num_resamples, seed)
 
     def ratio_of(bins: np.ndarray) -> Estimate | None:
         if not bins.any():
             return None
         b, a = (side[:, bins].sum(axis=1) for side in sums)
-        value = float(_ratio(a.sum(), b.sum()))
-        if (counts[:, bins].sum(axis=1) > 0).sum() < 2:
-            return Estimate(value, np.nan, np.nan, level)
-        # The same draw of trajectories on both sides: what they differ in cancels.
-        low, high = _column_quantiles(_ratio(draws @ a, draws @ b)[:, None], level)
-        return Estimate(value, float(low[0]), float(high[0]), level)
+        return ratio_estimate(a, b, counts[:, bins].sum(axis=1) > 0, draws, level)
 
     return Cascade(
         starts=starts,
@@ -321,11 +318,70 @@ def cascade(
         num_tokens=num_tokens,
         before=mean_before,
         after=mean_after,
-        ratio=_ratio(mean_after, mean_before),
+        ratio=safe_ratio(mean_after, mean_before),
         trained=inside,
         trained_ratio=ratio_of(inside),
         untrained_ratio=ratio_of(~inside),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCascade:
+    """KL of each student on its own completions of the same prompts (D4, fresh rollouts): its tokens and lengths change too.
+
+    before, after: curves by position. trained_ratio, untrained_ratio: mean KL per token after / before at positions below N and
+    from N on, with an interval paired by prompt; None where either side has no such tokens.
+    """
+
+    before: PositionCurves
+    after: PositionCurves
+    trained_ratio: Estimate | None
+    untrained_ratio: Estimate | None
+
+
+def own_cascade(
+    before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray],
+    bin_tokens: int,
+    trained: int,
+    *,
+    level: float = 0.95,
+    num_resamples: int = 1000,
+    seed: int = 0,
+) -> OwnCascade:
+    """Whether the student is nearer to the teacher where it goes itself. Unlike in `cascade`, the two sides differ in tokens.
+
+    Args:
+        before, after: reverse KL in nats, [T_i] per prompt, in one order of prompts.
+        trained: N, tokens per trajectory that were in the loss.
+
+    Raises:
+        ConfigError: bin_tokens, trained, level or num_resamples out of range.
+        UserError: no trajectories, an empty one, values that are not finite, or the two sides differ in number.
+    """
+    if trained < 0:
+        raise ConfigError(f"trained is {trained}; expected the number of tokens in the loss, 0 or more.")
+    settings = {"level": level, "num_resamples": num_resamples, "seed": seed}
+    curves = [PositionCurves.of(side, bin_tokens=bin_tokens, **settings) for side in (before, after)]  # type: ignore[arg-type]
+    if len(before) != len(after):
+        raise UserError(
+            f"before has {len(before)} trajectories and after {len(after)}; expected one of each prompt, in one order."
+        )
+    draws = resample_counts(len(before), num_resamples, seed)
+
+    def ratio_of(part: slice) -> Estimate | None:
+        cut = [[np.asarray(values, dtype=np.float64)[part] for values in side] for side in (before, after)]
+        (b, a), (num_b, num_a) = (np.array([[f(v) for v in side] for side in cut]) for f in (np.sum, len))
+        if not num_b.sum() or not num_a.sum():
+            return None
+        value = float(safe_ratio(a.sum() / num_a.sum(), b.sum() / num_b.sum()))
+        if min((num_b > 0).sum(), (num_a > 0).sum()) < 2:
+            return Estimate(value, np.nan, np.nan, level)
+        drawn = safe_ratio(safe_ratio(draws @ a, draws @ num_a), safe_ratio(draws @ b, draws @ num_b))
+        low, high = column_quantiles(drawn[:, None], level)
+        return Estimate(value, float(low[0]), float(high[0]), level)
+
+    return OwnCascade(curves[0], curves[1], ratio_of(slice(trained)), ratio_of(slice(trained, None)))
 
 
 def _first_to_hold(cumulative: np.ndarray, share: float) -> np.ndarray:
@@ -381,79 +437,10 @@ def _curve(sums: np.ndarray, counts: np.ndarray, draws: np.ndarray, level: float
     low, high = np.full(num_bins, np.nan), np.full(num_bins, np.nan)
     for start in range(0, num_bins, _COLUMNS):
         block = slice(start, start + _COLUMNS)
-        low[block], high[block] = _column_quantiles(_ratio(draws @ sums[:, block], draws @ counts[:, block]), level)
+        low[block], high[block] = column_quantiles(safe_ratio(draws @ sums[:, block], draws @ counts[:, block]), level)
     alone = (counts > 0).sum(axis=0) < 2
     low[alone] = high[alone] = np.nan
     return Curve(sums.sum(axis=0) / counts.sum(axis=0), low, high)
-
-
-def _column_quantiles(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of the interval of each column [draws, B] → [B]; NaN entries are left out."""
-    ascending = np.sort(np.ascontiguousarray(values.T), axis=1)  # NaN last
-    last = np.maximum((~np.isnan(values)).sum(axis=0) - 1, 0)
-    columns = np.arange(len(last))
-    ends = []
-    for quantile in ((1.0 - level) / 2.0, (1.0 + level) / 2.0):
-        place = quantile * last
-        below = np.floor(place).astype(np.int64)
-        a, b = ascending[columns, below], ascending[columns, np.minimum(below + 1, last)]
-        ends.append(a + (place - below) * (b - a))
-    return ends[0], ends[1]
-
-
-def _draws(num_trajectories: int, num_resamples: int, seed: int) -> np.ndarray:
-    """How often each trajectory was drawn: float64 [num_resamples, num_trajectories], rows sum to num_trajectories."""
-    rng = np.random.Generator(np.random.Philox(seed))
-    even = np.full(num_trajectories, 1.0 / num_trajectories)
-    return rng.multinomial(num_trajectories, even, size=num_resamples).astype(np.float64)
-
-
-def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, NaN where b is not positive."""
-    return np.where(b > 0, a / np.where(b > 0, b, 1.0), np.nan)
-
-
-def _mask(lengths: np.ndarray) -> np.ndarray:
-    """bool [R, L]: which positions each trajectory has."""
-    return np.arange(lengths.max()) < lengths[:, None]
-
-
-def _padded(values: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
-    """float64 [R, L], 0 past the end of each trajectory."""
-    mask = _mask(lengths)
-    padded = np.zeros(mask.shape)
-    padded[mask] = np.concatenate(values)
-    return padded
-
-
-def _lengths(values: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """int64 [R], after checks of the arrays."""
-    if not len(values):
-        raise UserError(f"{name} has no trajectories; expected one array per trajectory.")
-    for i, array in enumerate(values):
-        if np.ndim(array) != 1 or not len(array):
-            raise UserError(
-                f"{name}[{i}] has shape {np.shape(array)}; expected [num tokens] with one token or more: leave completions without "
-                "tokens out."
-            )
-        if not np.isfinite(array).all():
-            raise UserError(
-                f"{name}[{i}] has values that are not finite; expected none: find out which token's logits are broken."
-            )
-    return np.asarray([len(array) for array in values], dtype=np.int64)
-
-
-def _check_same_lengths(a: np.ndarray, name_a: str, b: np.ndarray, name_b: str) -> None:
-    if len(a) != len(b):
-        raise UserError(
-            f"{name_a} has {len(a)} trajectories and {name_b} {len(b)}; expected the same ones in one order."
-        )
-    if (a != b).any():
-        i = int((a != b).argmax())
-        raise UserError(
-            f"Trajectory {i} has {a[i]} tokens in {name_a} and {b[i]} in {name_b}; expected the same tokens on both sides: score "
-            "the same rollouts, in one order."
-        )
 
 
 def _check_finish_reasons(reasons: Sequence[str], num_trajectories: int) -> None:
@@ -462,12 +449,4 @@ def _check_finish_reasons(reasons: Sequence[str], num_trajectories: int) -> None
         raise UserError(
             f"{len(reasons)} finish reasons for {num_trajectories} trajectories{f', among them {unknown}' if unknown else ''}; "
             'expected "stop" or "length" for each: pass those of the same rollouts.'
-        )
-
-
-def _check_settings(level: float, num_resamples: int, bin_tokens: int = 1) -> None:
-    if bin_tokens < 1 or not 0.0 < level < 1.0 or num_resamples < 1:
-        raise ConfigError(
-            f"bin_tokens={bin_tokens}, level={level}, num_resamples={num_resamples}; expected at least one token per bin and one "
-            "resample, and a level between 0 and 1."
         )

@@ -25,8 +25,8 @@ small { color: #666; font-weight: normal; }
 }
 """
 
-# Also "0.93 [0.91, 0.95]", "12 (all)", "496-991" and an empty cell.
-_NUMBER = re.compile(r"(-?[\d.,]+(e[-+]?\d+|-\d+)?( [\[(].*)?)?")
+# Also "0.93 [0.91, 0.95]", "12 (all)", "496-991", "n/a" and an empty cell.
+_NUMBER = re.compile(r"(-?[\d.,]+(e[-+]?\d+|-\d+)?( [\[(].*)?|n/a)?")
 
 
 def page(title: str, body: str) -> str:

@@ -1,4 +1,5 @@
-"""The page of a profile: findings, KL and entropies by position, N, the teacher's decay, the cost of a step."""
+"""The page of a profile: findings, and before training KL and entropies by position, N, the teacher's decay, the cost of a step
+(after training: `report.profile_run`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from leanroll.report.layout import grid, page, table
 from leanroll.report.plots import plot
+from leanroll.report.profile_run import run_overview, run_parts, run_title
 from leanroll.rundir import CONFIG, ENVIRONMENT, PROFILE, write_text
 
 _DECAY = (
@@ -19,31 +21,38 @@ _DECAY = (
 )
 
 
+def is_profile(folder: Path) -> bool:
+    """Whether a folder was written by `leanroll profile`."""
+    return (folder / PROFILE).is_file()
+
+
 def write_profile_report(folder: Path, output: Path) -> None:
-    """Write the page of a profile's folder, atomically.
+    """Write the page of a profile's folder, of either kind, atomically.
 
     Raises:
         MissingExtra: matplotlib is not installed.
     """
     found = json.loads((folder / PROFILE).read_text(encoding="utf-8"))
+    if found.get("kind") == "after":
+        title, overview, parts = run_title(found), run_overview(found), run_parts(found)
+    else:
+        title = f"profile of {found['model']}, teacher: {found['teacher']}"
+        overview = _overview(found)
+        parts = ["<h2>Curves</h2>", grid(_figures(found)), _decay_table(found), _cost_table(found)]
     parts = [
-        f"<h1>{html.escape(found['name'])} <small>profile of {html.escape(found['model'])}, teacher: "
-        f"{html.escape(found['teacher'])}</small></h1>",
-        _overview(found),
+        f"<h1>{html.escape(found['name'])} <small>{html.escape(title)}</small></h1>",
+        overview,
         "<h2>Findings</h2>",
         table(
             ["what", "", "finding"],
             [[f["name"], f["level"], f["text"]] for f in sorted(found["findings"], key=_weight)],
         ),
-        "<h2>Curves</h2>",
-        grid(_figures(found)),
-        _decay_table(found),
-        _cost_table(found),
+        *parts,
     ]
-    for title, name in (("Recipe", CONFIG), ("Environment", ENVIRONMENT)):
+    for heading, name in (("Recipe", CONFIG), ("Environment", ENVIRONMENT)):
         file = folder / name
         if file.is_file():
-            parts.append(f"<h2>{title}</h2><pre>{html.escape(file.read_text(encoding='utf-8'))}</pre>")
+            parts.append(f"<h2>{heading}</h2><pre>{html.escape(file.read_text(encoding='utf-8'))}</pre>")
     write_text(output, page(f"{found['name']} profile", "\n".join(parts)))
 
 

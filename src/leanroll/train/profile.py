@@ -13,7 +13,6 @@ Source of the diagnostics: early-stopped rollouts, arXiv 2605.27028.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,20 +22,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from leanroll.config import ProfileConfig, to_toml
-from leanroll.environment import describe
+from leanroll.config import ProfileConfig
 from leanroll.errors import ConfigError, RolloutError
-from leanroll.losses.distill import Divergence, divergence
-from leanroll.measure.logprobs import batch_hidden, split_by_sample
-from leanroll.measure.packing import pack
 from leanroll.measure.positions import NumTokensChoice, PositionCurves, choose_num_tokens
-from leanroll.rundir import CONFIG, ENVIRONMENT, PROFILE, PROFILE_PAGE, write_json, write_jsonl, write_text
+from leanroll.rundir import PROFILE, PROFILE_PAGE, TRAJECTORIES, write_json, write_jsonl
 from leanroll.tasks import TaskItem
 from leanroll.train import setup
 from leanroll.train.forecast import UPDATE_FACTOR, StepCost, Workload, step_cost
-from leanroll.train.preflight import Finding, Preflight, examine
+from leanroll.train.preflight import Finding, Preflight
 from leanroll.train.profile_record import (
     CURVES,
     cumulative_kl,
@@ -46,13 +40,12 @@ from leanroll.train.profile_record import (
     records,
     teacher_name,
 )
+from leanroll.train.profile_stages import check_folder, complete, divergence_by_rollout, examine_pair, result_files
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
 from leanroll.train.teacher import Teacher
 from leanroll.train.teacher_decay import Decay, measure_decay
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
-
-TRAJECTORIES = "trajectories.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ def run(config: ProfileConfig, *, quiet: bool = False, at_end: Callable[[Path], 
         UserError: student and teacher agree at every token.
         RolloutError, RewardError: a completion or reward failed and the recipe does not say to go on.
     """
-    folder = _folder(config)
+    folder = check_folder(config.profile.run_dir or f"runs/{config.name}-profile-{time.strftime('%Y%m%d-%H%M%S')}")
     with RunDisplay(5, 1, quiet=quiet) as display:
         with display.phase("load"):
             profiler = _Profiler(config, display)
@@ -103,15 +96,8 @@ def run(config: ProfileConfig, *, quiet: bool = False, at_end: Callable[[Path], 
             if profiler.measures_decay:
                 with display.phase("load"):
                     profiler.rewards.start()
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / ENVIRONMENT, describe(profiler.facts))
-                write_text(folder / CONFIG, to_toml(config))
-            except OSError as error:
-                raise ConfigError(
-                    f"profile.run_dir {str(folder)!r} cannot be written ({error.strerror or error}); choose another folder."
-                ) from error
-            summary = profiler.measure(folder)
+            with result_files(folder, config, profiler.facts) as files:
+                summary = profiler.measure(files, folder)
         if at_end is not None:
             with display.phase("report"):
                 at_end(folder)
@@ -147,10 +133,12 @@ class _Profiler:
         self.facts = {"device": str(self.student.device), "kernel": self.engine.backend.name}
         self._step_size = config.distill.prompts_per_step * config.distill.num_generations
 
-    def measure(self, folder: Path) -> ProfileSummary:
-        """All stages; writes profile.json and trajectories.jsonl."""
+    def measure(self, files: Path, folder: Path) -> ProfileSummary:
+        """All stages; writes profile.json and trajectories.jsonl to `files`, which will be `folder`."""
         config, options = self.config, self.config.profile
-        preflight, findings = self._preflight()
+        preflight, findings = examine_pair(
+            config, self.student, self.teacher, self.prompts, self.teacher_prompts, self.display
+        )
         self.sampling = replace(self.sampling, forbidden_token_ids=preflight.forbidden)
         groups, full_rate = self._generate(self.sampling)
         missing = [f for g in groups for f in g.failures]
@@ -187,6 +175,7 @@ class _Profiler:
             findings += decay_findings(decay, choice)
         costs = self._costs(lengths, choice.num_tokens, full_rate, rates)
         result = {
+            "kind": "before",
             "name": config.name,
             "model": config.model.name,
             "teacher": teacher_name(config),
@@ -204,8 +193,8 @@ class _Profiler:
             "rates": {"full_rollout": full_rate, **rates, "update_factor": UPDATE_FACTOR},
             "costs": [asdict(cost) | {"step_s": cost.step_s} for cost in costs],
         }  # fmt: skip
-        write_jsonl(folder / TRAJECTORIES, records(groups, curves))
-        write_json(folder / PROFILE, plain(result))
+        write_jsonl(files / TRAJECTORIES, records(groups, curves))
+        write_json(files / PROFILE, plain(result))
         return ProfileSummary(
             folder=folder,
             choice=choice,
@@ -213,27 +202,6 @@ class _Profiler:
             costs=tuple(costs),
             errors=sum(f.level == "error" for f in findings),
         )
-
-    def _preflight(self) -> tuple[Preflight, list[Finding]]:
-        options = self.config.teacher
-        count = options.preflight_prompts
-        with self.display.phase("preflight"):
-            found, findings = examine(
-                self.student,
-                self.teacher,
-                self.prompts[:count],
-                self.teacher_prompts[:count],
-                options,
-                eos_class=self.config.distill.eos_class,
-                max_tokens=self.config.profile.micro_batch_tokens,
-            )
-        wrong = [f for f in findings if f.level != "ok"]
-        for finding in wrong:
-            self.display.say(f"{finding.level}: {finding.text}")
-        self.display.step_done(
-            1, f"preflight · first-token KL {found.first_token_kl:.2f} nats · {len(wrong)} to look at"
-        )
-        return found, findings
 
     def _keep(self, kept: Sequence[bool]) -> None:
         """Leave out the prompts without a completion."""
@@ -246,20 +214,7 @@ class _Profiler:
         self.teacher_prompts = those(self.teacher_prompts)
 
     def _generate(self, sampling: SamplingParams) -> tuple[list[RolloutGroup], float]:
-        """One completion per prompt, in batches of a step's size; and completion tokens/s, the median over whole batches."""
-        groups: list[RolloutGroup] = []
-        rates: list[float] = []
-        for start in range(0, len(self.prompts), self._step_size):
-            part = self.prompts[start : start + self._step_size]
-            with self.display.phase("rollout", total=len(part)):
-                began = time.perf_counter()
-                made = self.engine.generate(part, sampling, 1, progress=self.display.show_rollout)
-                seconds = time.perf_counter() - began
-            groups += made
-            tokens = sum(len(r.token_ids) for g in made for r in g.rollouts)
-            if tokens and (not rates or len(part) == self._step_size):
-                rates.append(tokens / seconds)
-        return groups, float(np.median(rates)) if rates else math.nan
+        return complete(self.engine, self.prompts, sampling, self._step_size, self.display)
 
     def _score(
         self, groups: Sequence[RolloutGroup], preflight: Preflight
@@ -279,34 +234,13 @@ class _Profiler:
                 rates["teacher"].append((fed + sum(len(p.token_ids) for p in prompts)) / (self._now() - began))
             with self.display.phase("score"):
                 began = self._now()
-                found = self._divergence(part, states, preflight)
+                found = divergence_by_rollout(
+                    self.student, self.teacher, part, states, preflight.vocabulary, self.config, CURVES
+                )
                 rates["student"].append((fed + sum(len(g.prompt.token_ids) for g in part)) / (self._now() - began))
             for name in CURVES:
-                curves[name] += [found[i][name] for i in range(len(part))]
+                curves[name] += [values[name] for values in found]
         return curves, {name: float(np.median(values)) for name, values in rates.items()}
-
-    def _divergence(
-        self, groups: Sequence[RolloutGroup], states: Sequence[Tensor], preflight: Preflight
-    ) -> dict[int, dict[str, np.ndarray]]:
-        """Per rollout, its curves: the student's states first, with its adapter, then both heads."""
-        longest = max(len(g.prompt.token_ids) + len(g.rollouts[0].token_ids) - 1 for g in groups)
-        found: dict[int, dict[str, np.ndarray]] = {}
-        for batch in pack(groups, max(self.config.profile.micro_batch_tokens, longest)):
-            with torch.no_grad():
-                hidden = batch_hidden(self.student, batch)
-            with self.teacher.scoring() as policy:
-                result: Divergence = divergence(
-                    hidden,
-                    self.student.head,
-                    torch.cat([states[s] for s in batch.samples]),
-                    policy.head,
-                    kl_temperature=self.config.distill.kl_temperature,
-                    vocabulary=preflight.vocabulary,
-                )
-            for name in CURVES:
-                for sample, values in split_by_sample(getattr(result, name), batch).items():
-                    found.setdefault(sample, {})[name] = values.double().cpu().numpy()
-        return found
 
     def _now(self) -> float:
         if self.student.device.type == "cuda":
@@ -354,12 +288,3 @@ class _Profiler:
         line = f"{costs[0].step_s:.1f} s at N, {costs[-1].step_s:.1f} s full"
         self.display.step_done(5, f"cost of a step · {line}")
         return costs
-
-
-def _folder(config: ProfileConfig) -> Path:
-    """Where the results go; touches nothing. Raises ConfigError unless it is a new or empty folder."""
-    named = config.profile.run_dir
-    folder = Path(named or f"runs/{config.name}-profile-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"profile.run_dir {str(folder)!r} is not a new or empty folder; choose another.")
-    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -62,18 +62,25 @@ def cumulative_kl(reverse_kl: Sequence[np.ndarray]) -> list[float]:
     return (np.cumsum(total) / total.sum()).tolist()
 
 
-def records(groups: Sequence[RolloutGroup], curves: dict[str, list[np.ndarray]]) -> Iterator[dict[str, Any]]:
-    """The lines of trajectories.jsonl. curves: per statistic, one array per group, each of one completion."""
+def records(
+    groups: Sequence[RolloutGroup], curves: Mapping[str, Sequence[np.ndarray]], **facts: str
+) -> Iterator[dict[str, Any]]:
+    """The lines of trajectories.jsonl. curves: per statistic, one array per group, each of one completion. facts: of every line."""
     for i, group in enumerate(groups):
         rollout = group.rollouts[0]
         yield {
+            **facts,
             "prompt_index": group.prompt.index,
             "prompt": group.prompt.text,
             "completion": rollout.text,
             "finish_reason": rollout.finish_reason,
             "token_ids": list(rollout.token_ids),
-            **{name: [float(f"{x:.{_DIGITS}g}") for x in curves[name][i]] for name in CURVES},
+            **{name: [_short(x) for x in values[i].tolist()] for name, values in curves.items()},
         }
+
+
+def _short(value: float | int) -> float | int:
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
 
 
 def plain(value: Any) -> Any:

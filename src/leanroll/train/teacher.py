@@ -29,15 +29,18 @@ from leanroll.types import Prompt, RolloutGroup
 class Teacher:
     """policy: the student's own object, with its adapter off or on while it teaches, or one of its own."""
 
-    def __init__(self, config: DistillConfig | ProfileConfig, student: Policy) -> None:
+    def __init__(self, config: DistillConfig | ProfileConfig, student: Policy, *, student_changes: bool = True) -> None:
         """Load it, in eval mode and without gradients.
+
+        student_changes: whether the student's weights will. If not, a student without an adapter is its own frozen base.
 
         Raises:
             ModelError: it cannot be loaded. ConfigError: no adapter at teacher.adapter, or options that this device lacks.
         """
         options = config.teacher
-        self._student_teaches = options.is_student and (options.weights == "current" or student.has_adapter)
-        self._adapter_off = self._student_teaches and options.weights == "frozen"
+        is_base = not student_changes and options.dtype in (None, config.model.dtype)
+        self._student_teaches = options.is_student and (options.weights == "current" or student.has_adapter or is_base)
+        self._adapter_off = self._student_teaches and options.weights == "frozen" and student.has_adapter
         self.policy = student if self._student_teaches else _load(config, student)
         if not self._student_teaches:
             self.policy.model.requires_grad_(False)
@@ -148,7 +151,7 @@ def _load(config: DistillConfig | ProfileConfig, student: Policy) -> Policy:
         revision=revision,
     )
     if options.model is None and student.has_adapter and options.dtype in (None, config.model.dtype):
-        _share_base(teacher, student)
+        share_base(teacher, student)
     if teacher.tokenizer.chat_template is None and options.model is not None:
         teacher.set_chat_template(str(student.tokenizer.chat_template))
     return teacher
@@ -178,11 +181,11 @@ def adapter_folder(path: str) -> Path:
     return folder
 
 
-def _share_base(teacher: Policy, student: Policy) -> None:
-    """Let the teacher's base weights be the student's frozen ones: the same numbers, held once."""
-    own = {name.replace(".base_layer", ""): p for name, p in student.base.named_parameters() if "lora_" not in name}
+def share_base(policy: Policy, owner: Policy) -> None:
+    """Let a policy's base weights be another's frozen ones where they are the same numbers, held once."""
+    own = {name.replace(".base_layer", ""): p for name, p in owner.base.named_parameters() if "lora_" not in name}
     with torch.no_grad():
-        for name, parameter in teacher.base.named_parameters():
+        for name, parameter in policy.base.named_parameters():
             shared = own.get(name.replace(".base_layer", ""))
             if "lora_" not in name and shared is not None and torch.equal(shared, parameter):
                 parameter.data = shared.data

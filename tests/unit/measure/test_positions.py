@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from leanroll.errors import ConfigError, UserError
 from leanroll.measure.commitment import TokenScores, commitment
-from leanroll.measure.positions import PositionCurves, cascade, choose_num_tokens, decay_threshold
+from leanroll.measure.positions import PositionCurves, cascade, choose_num_tokens, decay_threshold, own_cascade
 
 lengths_of = st.lists(st.integers(1, 14), min_size=1, max_size=6)
 seeds = st.integers(0, 10_000)
@@ -263,6 +263,27 @@ def test_cascade_where_there_was_nothing_to_fall():
     assert np.isnan([found.untrained_ratio.value, found.untrained_ratio.low]).all()
 
 
+def test_own_cascade_compares_means_per_token():
+    """Twice as long and half the KL per token: the sums would say that nothing changed."""
+    rng = np.random.default_rng(0)
+    before = [rng.uniform(0.5, 1.5, size=20) for _ in range(30)]
+    after = [0.5 * np.concatenate([kl, kl]) for kl in before]
+    found = own_cascade(before, after, 8, 10)
+    inside, outside = found.trained_ratio, found.untrained_ratio
+    assert inside.value == pytest.approx(0.5)
+    assert inside.low == pytest.approx(0.5), "paired: what the prompts differ in cancels"
+    tail = np.concatenate([kl[10:] for kl in after]).mean() / np.concatenate([kl[10:] for kl in before]).mean()
+    assert outside.value == pytest.approx(tail)
+    assert outside.low < tail < outside.high
+    assert list(found.before.starts) == [0, 8, 16]
+    assert list(found.after.starts) == [0, 8, 16, 24, 32]
+    short = own_cascade(before, [kl[:10] for kl in before], 8, 10)
+    assert (short.trained_ratio.value, short.untrained_ratio) == (1.0, None)
+    one = own_cascade(ONE, ONE, 8, 1)
+    assert one.untrained_ratio.value == 1.0
+    assert np.isnan(one.untrained_ratio.low)
+
+
 def test_commitment_by_hand():
     base = TokenScores(
         kl=np.array([9.0, 8.0, 7.0, 1.0, 0.0, 0.1, 0.2, 0.3]),
@@ -330,6 +351,8 @@ SCORES = TokenScores(np.ones(2), np.ones(2), np.ones(2, dtype=np.int64))
         (lambda: decay_threshold((0, 2), (np.nan, 1), 1, 0.1), UserError, r"A\(0\) is missing"),
         (lambda: cascade(ONE, [np.ones(4)], 2, 2), UserError, "Trajectory 0 has 3 tokens in before and 4 in after"),
         (lambda: cascade(ONE, ONE, 2, -1), ConfigError, "trained is -1"),
+        (lambda: own_cascade(ONE, ONE, 2, -1), ConfigError, "trained is -1"),
+        (lambda: own_cascade(ONE, [*ONE, *ONE], 2, 1), UserError, "1 trajectories and after 2"),
         (lambda: commitment({}), UserError, "no models"),
         (lambda: commitment({"a": SCORES}, top_share=0.0), ConfigError, "top_share is 0.0"),
         (lambda: commitment({"a": SCORES}, common=np.zeros(2, dtype=bool)), UserError, "with 0 positions"),
