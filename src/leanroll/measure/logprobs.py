@@ -38,6 +38,7 @@ __all__ = [
     "batch_logprobs",
     "batch_support",
     "gather_logprobs",
+    "hidden_states",
     "score",
     "split_by_sample",
     "token_logprobs",
@@ -76,6 +77,21 @@ def batch_hidden(policy: ScoringPolicy, batch: PackedBatch, plan: SparsePlan | N
     here = batch.to(policy.device)
     hidden = policy.hidden(here.input_ids, here.position_ids, PackedContext(here, plan))
     return hidden[0].index_select(0, here.rows)
+
+
+@torch.no_grad()
+def hidden_states(policy: ScoringPolicy, groups: Sequence[RolloutGroup], max_tokens: int) -> tuple[Tensor, ...]:
+    """Dense hidden states that predict the completion tokens, per rollout of the flattened groups: [T, H] in the policy's dtype.
+
+    max_tokens: inputs per forward; more where one sequence alone is longer. Each prompt is computed once for its group.
+    """
+    longest = max(
+        (len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in groups for r in g.rollouts), default=max_tokens
+    )
+    states: dict[int, Tensor] = {}
+    for batch in pack(groups, max(max_tokens, longest)):
+        states |= split_by_sample(batch_hidden(policy, batch), batch)
+    return tuple(states[sample] for sample in sorted(states))
 
 
 def batch_logprobs(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from leanroll.config import DistillConfig, ProfileConfig
 from leanroll.errors import ConfigError
-from leanroll.measure.logprobs import batch_hidden, split_by_sample
-from leanroll.measure.packing import pack
+from leanroll.measure.logprobs import hidden_states
 from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rundir import CHECKPOINTS, CONFIG
 from leanroll.tasks import TaskItem
@@ -83,14 +82,8 @@ class Teacher:
             prompts: the teacher's, one per group. max_tokens: inputs per forward; more where one sequence alone is longer.
         """
         seen = [replace(g, prompt=p) for g, p in zip(groups, prompts, strict=True)]
-        longest = max(
-            (len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in seen for r in g.rollouts), default=max_tokens
-        )
-        states: dict[int, Tensor] = {}
         with self.scoring() as policy:
-            for batch in pack(seen, max(max_tokens, longest)):
-                states |= split_by_sample(batch_hidden(policy, batch), batch)
-        return tuple(states[sample] for sample in sorted(states))
+            return hidden_states(policy, seen, max_tokens)
 
 
 def move_body(policy: Policy, to: torch.device | torch.dtype) -> None:

@@ -180,6 +180,13 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     def on_resume(self, step: int) -> None:
         """Called instead of `before_training` when a run goes on after `step`."""
 
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this trainer besides the policy, its optimizer and the random state."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what `extra_state` returned; other keys are not this trainer's."""
+
     def memory(self) -> dict[str, float]:
         """Peak memory so far, as metrics."""
         # ru_maxrss is in KiB on Linux, in bytes on macOS.
@@ -199,7 +206,10 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     def _save(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
         def write(directory: Path) -> None:
             self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
+            if self.policy.sampler is not None:
+                self.policy.sampler.save(directory / ckpt.SAMPLER_DIR)
             state = {
+                **self.extra_state(),
                 "optimizer": self.optimizer.state_dict(),
                 "random": self._random,
                 "num_updates": self.num_updates,
@@ -224,6 +234,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             weights_only=True,
         )
         self.optimizer.load_state_dict(state["optimizer"])
+        self.load_extra_state(state)
         self._random = state["random"]
         ckpt.set_random_state(self._random)
         self.stepper.num_updates = state["num_updates"]
@@ -249,6 +260,6 @@ def _timings(display: RunDisplay) -> dict[str, float]:
 
 def timing_text(metrics: Mapping[str, float]) -> str:
     """The end of a step's line: its seconds, and where they went."""
-    timed = ("rollout", "reward", "measure", "teacher", "score", "update", "eval", "checkpoint")
+    timed = ("rollout", "reward", "measure", "teacher", "score", "update", "sampler", "eval", "checkpoint")
     phases = [f"{name} {metrics[f'time/{name}_s']:.1f}" for name in timed if f"time/{name}_s" in metrics]
     return f"{metrics['time/step_s']:.1f} s ({', '.join(phases)})"
