@@ -197,7 +197,8 @@ class EvaluateConfig(Section):
 
 
 class CalibrateConfig(Section):
-    """Everything `leanroll calibrate` needs. Of [rollout], temperature, KV type and memory count; the schedule is what is made."""
+    """Everything `leanroll calibrate` needs. Of [rollout], temperature, KV type and memory count; the schedule is what is made (and
+    what a sampler adapter is trained at before, where calibrate.distill_steps says so)."""
 
     name: str = Field(
         "calibration", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its schedules."
@@ -205,8 +206,26 @@ class CalibrateConfig(Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     task: TaskConfig = TaskConfig()
+    sampler_adapter: SamplerAdapterConfig = SamplerAdapterConfig()
     rollout: RolloutConfig = RolloutConfig()
     calibrate: CalibrationConfig = CalibrationConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CalibrateConfig:
+        if not self.calibrate.distill_steps:
+            return self
+        if not self.sampler_adapter.is_on:
+            raise ValueError(
+                "calibrate.distill_steps trains a sampler adapter, but none is set; give sampler_adapter.r (32, say) or path"
+            )
+        if not self.sampler_adapter.kl_weight:
+            raise ValueError("calibrate.distill_steps trains the KL alone, but sampler_adapter.kl_weight is 0; set it")
+        if self.rollout.schedule == "dense":
+            raise ValueError(
+                "calibrate.distill_steps trains a sampler adapter at rollout.schedule, which is 'dense', so that it would have no "
+                "effect; name a sparse schedule"
+            )
+        return self
 
 
 class BenchConfig(Section):
