@@ -301,7 +301,7 @@ def test_trains_a_sampler_adapter_first(model: Path, texts: Path, tmp_path: Path
         "--rollout.schedule",
         str(schedule),
         "--sampler_adapter.learning_rate",
-        "0.01",
+        "0.001",
     )
     assert main(run) == 0
     losses = [json.loads(line) for line in (tmp_path / "run" / "distill_sparse.jsonl").read_text().splitlines()]
