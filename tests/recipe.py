@@ -39,6 +39,7 @@ def tiny_recipe(model: Path, run_dir: Path, **changes: Any) -> RLConfig:
         "name": "tiny",
         "model": {"name": str(model), "dtype": "float32", "device": "cpu"},
         "adapter": {"r": 8, "alpha": 16.0},
+        "sampler_adapter": {},
         "task": {"rewards": reward("share_of_liked_ids"), "reward_workers": 0},
         "rollout": {
             "schedule": str(schedule),

@@ -169,6 +169,17 @@ SCHEMA: dict[str, Metric] = {
     ),
     "control/bin_<start>/tail_low": Metric("1", "One-sided lower bound (69 %) of that 5th percentile."),
     "control/bin_<start>/effective_tokens": Metric("tokens", "Independent tokens that this evidence is worth."),
+    # sampler adapter (DistillSparse), over completion tokens from the first one on that was decoded sparsely
+    "sampler_adapter/loss": Metric("1", "Loss of the sampler adapter's update: policy_loss + kl_weight · weighted KL."),
+    "sampler_adapter/kl": Metric(
+        "nats", "Mean KL(sparse ‖ dense) over the full vocabulary per token, before the adapter's update."
+    ),
+    "sampler_adapter/policy_loss": Metric("1", "ppo_weight · policy loss of the sparse sampler."),
+    "sampler_adapter/grad_norm": Metric("1", "Norm of the adapter's gradient before clipping."),
+    "sampler_adapter/tokens": Metric("tokens", "Tokens that enter the KL."),
+    "sampler_adapter/alpha_p05": Metric(
+        "1", "5th percentile of exact acceptance of these tokens, where the tail weighting asks for it."
+    ),
     # evaluation
     "eval/reward/mean": Metric("reward", "Held-out mean total reward."),
     "eval/reward/<name>": Metric("reward", "Held-out mean of one reward, before its weight."),
@@ -187,8 +198,8 @@ SCHEMA: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Generated tokens per second of rollout."),
     "time/<phase>_s": Metric(
         "s",
-        "Wall time of a phase: load, preflight, rollout, reward, teacher, score, update, measure, probe, eval, checkpoint (the "
-        "last step's); step: their sum.",
+        "Wall time of a phase: load, preflight, rollout, reward, teacher, score, update, sampler (its adapter), measure, probe, "
+        "eval, checkpoint (the last step's); step: their sum.",
     ),
     "memory/peak_rss_gib": Metric("GiB", "Largest resident memory of the main process so far."),
     "memory/peak_device_gib": Metric("GiB", "Largest memory allocated on the accelerator so far."),

@@ -288,3 +288,50 @@ def test_out_of_time_leaves_a_usable_schedule(
     assert f"no speed-up measured ({speed['reason']})" in capfd.readouterr().out
     schedule = BudgetSchedule.load(run_dir / "schedules" / "calibration-0.90.json")
     assert not schedule.provenance["complete"]
+
+
+def test_trains_a_sampler_adapter_first(model: Path, texts: Path, tmp_path: Path) -> None:
+    schedule = tmp_path / "few.json"
+    schedule.write_text(json.dumps({"page_size": 8, "pages": [6], "dense_layers": [0], "scorer": "softmax"}))
+    options = ["--texts", f"{texts}/*.txt", "--targets", "0.8", "--distill-sparse", "3", "--sampler_adapter.r", "4"]
+    run = arguments(
+        model,
+        tmp_path / "run",
+        *options,
+        "--rollout.schedule",
+        str(schedule),
+        "--sampler_adapter.learning_rate",
+        "0.001",
+    )
+    assert main(run) == 0
+    losses = [json.loads(line) for line in (tmp_path / "run" / "distill_sparse.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in losses] == [1, 2, 3]
+    assert losses[2]["sampler_adapter/kl"] < losses[0]["sampler_adapter/kl"]
+    found = BudgetSchedule.load(tmp_path / "run" / "schedules" / "calibration-0.80.json")
+    assert found.provenance["with_sampler_adapter"]
+    weights = tmp_path / "run" / "sampler_adapter" / "adapter_model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert main([*run, "--resume"]) == 0
+    assert weights.stat().st_mtime_ns == before, "an adapter that is trained is not trained again"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distill-sparse", "3"], "give sampler_adapter.r"),
+        (["--distill-sparse", "3", "--sampler_adapter.r", "4"], "name a sparse schedule"),
+        (["--sampler_adapter.r", "4"], "sampler_adapter.r has no effect, because no sampler adapter is trained"),
+        (["--calibrate.distill_tokens", "4"], "distill_tokens is set but has no effect"),
+        (
+            ["--distill-sparse", "3", "--sampler_adapter.r", "4", "--rollout.schedule", "qwen3-4b-0.86",
+             "--sampler_adapter.ppo_weight", "2.0"],
+            "sampler_adapter.ppo_weight has no effect, because there are no rewards",
+        ),
+    ],
+)  # fmt: skip
+def test_refuses_sampler_options_without_effect(
+    options: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(model, tmp_path / "run", *options)) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()

@@ -245,6 +245,7 @@ class Calibration:
                 "confidence": s.confidence,
                 "temperature": self.temperature,
                 "complete": fit.complete,
+                **({"with_sampler_adapter": True} if self.policy.sampler is not None else {}),
                 "dense_bins": result["dense_bins"],
                 "tail_per_bin": [None if b is None else round(b["tail"], 4) for b in result["fit"]],
             },

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from leanroll.errors import ConfigError
-from leanroll.types import RolloutGroup
+from leanroll.types import Prompt, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,18 @@ def from_groups(groups: Sequence[RolloutGroup], max_tokens: int) -> list[Traject
         for rollout in group.rollouts
         if len(rollout.token_ids) > 1
     ]
+
+
+def to_groups(trajectories: Sequence[Trajectory]) -> list[RolloutGroup]:
+    """As rollouts to train on, one per trajectory; without a prompt of its own the first token is it. Log-probs are 0: nobody drew
+    them."""
+    groups = []
+    for index, trajectory in enumerate(trajectories):
+        start = max(1, trajectory.prompt_length)
+        rest = trajectory.token_ids[start:]
+        rollout = Rollout(index, 0, rest, (0.0,) * len(rest), "length")
+        groups.append(RolloutGroup(Prompt(index, trajectory.token_ids[:start]), (rollout,)))
+    return groups
 
 
 def split(

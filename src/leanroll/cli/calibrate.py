@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from leanroll.cli.calibrate_sampler import add_trained_sampler, training_part
 from leanroll.cli.progress import generation_progress, pass_progress, status
 from leanroll.config import CalibrateConfig, load_config, to_toml
 from leanroll.config.resolved import changed_options, read_resolved
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", nargs="+", metavar="FILE", help="short for --calibrate.texts")
     parser.add_argument("--max-tokens", metavar="N", help="short for --calibrate.max_tokens")
     parser.add_argument("--time-budget", metavar="MINUTES", help="short for --calibrate.time_budget_min")
+    parser.add_argument("--distill-sparse", metavar="STEPS", help="short for --calibrate.distill_steps")
     parser.add_argument("--resume", action="store_true", help="continue the calibration in calibrate.run_dir")
 
 
@@ -73,13 +75,17 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     # Texts are looked at before anything is written: most mistakes show here.
     trajectories = _from_texts(config, policy, paths) if paths else []
     parts = split(trajectories, settings.trajectories, settings.held_out) if paths else None
+    training = training_part(config, trajectories, parts) if parts is not None else []
     with run_lock(folder):
         write_json(folder / ENVIRONMENT, describe(facts))
         write_text(folder / CONFIG, to_toml(config))
         if parts is None:
-            parts = split(_from_task(config, policy, folder), settings.trajectories, settings.held_out)
+            trajectories = _from_task(config, policy, folder)
+            parts = split(trajectories, settings.trajectories, settings.held_out)
+            training = training_part(config, trajectories, parts)
         fitting, held_out = parts
         with pass_progress() as (advance, say):
+            add_trained_sampler(config, policy, training, folder, say)
             calibration = Calibration(
                 policy=policy,
                 backend=engine.backend,
@@ -100,10 +106,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 def _reject_inert(config: CalibrateConfig, keys: list[str]) -> None:
     """Raise ConfigError for options given that do nothing here. What a training recipe sets besides is left aside."""
-    because = {
-        "rollout.schedule": "the schedule is what is made",
-        "rollout.scorer": "the scorer is calibrate.scorer",
-    }
+    because = {"rollout.scorer": "the scorer is calibrate.scorer"}
+    if not config.calibrate.distill_steps:
+        because["rollout.schedule"] = "the schedule is what is made"
+        reason = "no sampler adapter is trained (calibrate.distill_steps is 0)"
+        because |= {k: reason for k in keys if k.startswith("sampler_adapter.") and k != "sampler_adapter.path"}
+    else:
+        because["sampler_adapter.ppo_weight"] = "there are no rewards"
     if not config.calibrate.measure_speed:
         because["calibrate.speed_batch_size"] = "calibrate.measure_speed is false"
     if config.calibrate.texts:
@@ -127,6 +136,8 @@ def _shorthands(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         found.append(("calibrate.max_tokens", arguments.max_tokens))
     if arguments.time_budget is not None:
         found.append(("calibrate.time_budget_min", arguments.time_budget))
+    if arguments.distill_sparse is not None:
+        found.append(("calibrate.distill_steps", arguments.distill_sparse))
     return found
 
 
@@ -197,7 +208,8 @@ def _from_task(config: CalibrateConfig, policy: Policy, folder: Path) -> list[Tr
     if saved.is_file():
         return [Trajectory(r["source"], tuple(r["token_ids"]), r["prompt_length"]) for r in read_jsonl(saved)]
     task = setup.build_task(config.task)
-    items = [task.train_item(i) for i in range(settings.trajectories + settings.held_out)]
+    extra = settings.distill_trajectories if settings.distill_steps else 0
+    items = [task.train_item(i) for i in range(settings.trajectories + settings.held_out + extra)]
     prompts = setup.PromptEncoder(policy, config.task).encode(items)
     engine = setup.build_engine(policy, setup.BudgetSchedule.dense(settings.page_size), config.rollout)
     sampling = setup.sampling_params(policy, config.rollout, seed=settings.seed)

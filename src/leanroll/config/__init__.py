@@ -25,6 +25,7 @@ from leanroll.config.recipes import (
     inert_options,
 )
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
+from leanroll.config.sampler import SamplerAdapterConfig
 from leanroll.config.schema import FieldDoc, iter_fields, nearest_key, option_keys
 from leanroll.config.sections import AdapterConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
 from leanroll.config.suite import Suite, SuiteConfig, SuiteRun, load_suite
@@ -56,6 +57,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunProfileConfig",
+    "SamplerAdapterConfig",
     "Section",
     "Suite",
     "SuiteConfig",

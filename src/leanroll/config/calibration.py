@@ -68,6 +68,16 @@ class CalibrationConfig(Section):
         description="Sequences decoded together for the speed-up, fewer where rollout.kv_memory_gib holds fewer at max_tokens. "
         "0: as many as it holds.",
     )
+    distill_steps: Int = Field(
+        0,
+        ge=0,
+        description="Updates of a sampler adapter ([sampler_adapter]) at rollout.schedule before budgets are fitted; they are "
+        "then for sampling with it. 0: none is trained.",
+    )
+    distill_trajectories: Int = Field(
+        32, ge=1, description="Other texts or completions, at most, that the adapter is trained on."
+    )
+    distill_tokens: Int = Field(2048, ge=2, description="First tokens of each of them that are trained on.")
     seed: Int = Field(0, ge=0, lt=2**63, description="Of the order of texts and of rollouts.")
     run_dir: str | None = Field(None, description="Folder. None: runs/<name>-<date>-<time> in the current folder.")
 
@@ -92,4 +102,9 @@ class CalibrationConfig(Section):
             )
         if self.continuations and not self.held_out:
             raise ValueError("continuations is set but held_out is 0, so there is nothing to continue; set one of them")
+        inert = sorted({"distill_trajectories", "distill_tokens"} & self.model_fields_set)
+        if inert and not self.distill_steps:
+            raise ValueError(
+                f"{inert[0]} is set but has no effect, because distill_steps is 0; remove it or set distill_steps"
+            )
         return self

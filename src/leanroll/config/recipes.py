@@ -13,6 +13,7 @@ from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.profile import AFTER_ONLY, BEFORE_ONLY, ProfilingConfig
+from leanroll.config.sampler import SamplerAdapterConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -25,6 +26,7 @@ class RLConfig(Section):
     )
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    sampler_adapter: SamplerAdapterConfig = SamplerAdapterConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     rl: AlgorithmConfig = AlgorithmConfig()
@@ -78,6 +80,11 @@ class RLConfig(Section):
             raise ValueError(
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
                 "eval.temperature = 0 for greedy evaluation"
+            )
+        if self.sampler_adapter.is_on and rollout.schedule == "dense":
+            raise ValueError(
+                "sampler_adapter is set but has no effect, because rollout.schedule is 'dense' and the adapter counts where "
+                "attention is sparse; remove one of them"
             )
         reject_inert(self)
         return self
@@ -218,7 +225,8 @@ class EvaluateConfig(Section):
 
 
 class CalibrateConfig(Section):
-    """Everything `leanroll calibrate` needs. Of [rollout], temperature, KV type and memory count; the schedule is what is made."""
+    """Everything `leanroll calibrate` needs. Of [rollout], temperature, KV type and memory count; the schedule is what is made (and
+    what a sampler adapter is trained at before, where calibrate.distill_steps says so)."""
 
     name: str = Field(
         "calibration", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its schedules."
@@ -226,8 +234,26 @@ class CalibrateConfig(Section):
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
     task: TaskConfig = TaskConfig()
+    sampler_adapter: SamplerAdapterConfig = SamplerAdapterConfig()
     rollout: RolloutConfig = RolloutConfig()
     calibrate: CalibrationConfig = CalibrationConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CalibrateConfig:
+        if not self.calibrate.distill_steps:
+            return self
+        if not self.sampler_adapter.is_on:
+            raise ValueError(
+                "calibrate.distill_steps trains a sampler adapter, but none is set; give sampler_adapter.r (32, say) or path"
+            )
+        if not self.sampler_adapter.kl_weight:
+            raise ValueError("calibrate.distill_steps trains the KL alone, but sampler_adapter.kl_weight is 0; set it")
+        if self.rollout.schedule == "dense":
+            raise ValueError(
+                "calibrate.distill_steps trains a sampler adapter at rollout.schedule, which is 'dense', so that it would have no "
+                "effect; name a sparse schedule"
+            )
+        return self
 
 
 class BenchConfig(Section):
@@ -409,6 +435,37 @@ INERT_RULES = (
         ("adapter.r", "adapter.alpha", "adapter.target_modules"),
         lambda c: c.adapter.type == "lora" and c.adapter.path is not None,
         "adapter.path continues an adapter that has its own",
+    ),
+    InertRule(
+        tuple(
+            f"sampler_adapter.{field}"
+            for field in (
+                "alpha",
+                "target_modules",
+                "learning_rate",
+                "kl_weight",
+                "ppo_weight",
+                "tail_weighting",
+                "tail_share",
+            )
+        ),
+        lambda c: not c.sampler_adapter.is_on,
+        "sampler_adapter.r is 0 (no sampler adapter)",
+    ),
+    InertRule(
+        ("sampler_adapter.r", "sampler_adapter.alpha", "sampler_adapter.target_modules"),
+        lambda c: c.sampler_adapter.path is not None,
+        "sampler_adapter.path continues an adapter that has its own",
+    ),
+    InertRule(
+        ("sampler_adapter.tail_weighting", "sampler_adapter.tail_share"),
+        lambda c: c.sampler_adapter.kl_weight == 0,
+        "sampler_adapter.kl_weight is 0 (no KL)",
+    ),
+    InertRule(
+        ("sampler_adapter.tail_share",),
+        lambda c: c.sampler_adapter.tail_weighting != "cvar",
+        "sampler_adapter.tail_weighting is not 'cvar'",
     ),
     InertRule(
         ("measure.alpha_trajectories", "measure.num_top_logprobs"),

@@ -36,6 +36,7 @@ class PackedContext:
     def __init__(self, batch: PackedBatch, plan: SparsePlan | None = None) -> None:
         self._batch = batch
         self._plan = plan
+        self.sparse_rows: bool | Tensor = False if plan is None else _sparse_rows(batch, plan)
         self._sparse_index = {layer: i for i, layer in enumerate(plan.sparse_layers)} if plan is not None else {}
         if plan is not None and plan.recorded:
             self._check_recorded(plan)
@@ -110,7 +111,17 @@ class PackedContext:
 def _always_dense(plan: SparsePlan, prompt_length: int, length: int) -> bool:
     """True if no query of the completion is sparse."""
     lengths = np.arange(prompt_length + 1, length + 1)
-    return bool((-(-lengths // plan.schedule.page_size) <= plan.schedule.budgets(lengths)).all())
+    return not plan.schedule.reads_part(lengths).any()
+
+
+def _sparse_rows(batch: PackedBatch, plan: SparsePlan) -> bool | Tensor:
+    """Completion tokens that read only a part of their pages, bool [1, T]; False without any."""
+    rows = np.zeros((1, batch.num_inputs), dtype=bool)
+    for group in batch.groups:
+        for segment in group.completions:
+            lengths = np.arange(1, segment.stop - segment.start + 1) + group.prompt_length
+            rows[0, segment.start : segment.stop] = plan.schedule.reads_part(lengths)
+    return torch.from_numpy(rows).to(batch.input_ids.device) if rows.any() else False
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

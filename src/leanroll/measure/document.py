@@ -61,7 +61,17 @@ class DocumentContext:
     ) -> None:
         self._num_tokens, self._plan, self._backend = num_tokens, plan, backend
         self._num_prefix, self._prefix, self._keep = num_prefix, prefix, keep
+        self._prompt_length = prompt_length
         self._first_sparse = num_tokens if plan is None else first_sparse_position(num_tokens, plan, prompt_length)
+
+    @property
+    def sparse_rows(self) -> bool | Tensor:
+        """Tokens that read only a part of their pages, bool [1, n]; False without any."""
+        if self._plan is None or self._first_sparse == self._num_tokens:
+            return False
+        rows = self._plan.schedule.reads_part(np.arange(1, self._num_tokens + 1))
+        rows[: self._prompt_length] = False
+        return torch.from_numpy(rows[None, self._num_prefix :])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         """q [1, Hq, n, D], k and v [1, Hk, n, D] → [1, n, Hq, D]."""
@@ -128,7 +138,7 @@ class DocumentContext:
 def first_sparse_position(num_tokens: int, plan: SparsePlan, prompt_length: int = 0) -> int:
     """0-based position of the first query that does not read every page; num_tokens when there is none."""
     lengths = np.arange(1, num_tokens + 1)
-    reads_all = -(-lengths // plan.schedule.page_size) <= plan.schedule.budgets(lengths)
+    reads_all = ~plan.schedule.reads_part(lengths)
     reads_all[: min(prompt_length, num_tokens)] = True
     return num_tokens if reads_all.all() else int(reads_all.argmin())
 

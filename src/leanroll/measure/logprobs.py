@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ __all__ = [
     "batch_logprobs",
     "batch_support",
     "gather_logprobs",
+    "hidden_states",
     "score",
     "split_by_sample",
     "token_logprobs",
@@ -76,6 +77,29 @@ def batch_hidden(policy: ScoringPolicy, batch: PackedBatch, plan: SparsePlan | N
     here = batch.to(policy.device)
     hidden = policy.hidden(here.input_ids, here.position_ids, PackedContext(here, plan))
     return hidden[0].index_select(0, here.rows)
+
+
+@torch.no_grad()
+def each_hidden(
+    policy: ScoringPolicy, groups: Sequence[RolloutGroup], max_tokens: int
+) -> Iterator[tuple[PackedBatch, Tensor]]:
+    """Micro-batches with the dense hidden states [R, H] that predict their completion tokens.
+
+    max_tokens: inputs per forward; more where one sequence alone is longer. Each prompt is computed once for its group.
+    """
+    longest = max(
+        (len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in groups for r in g.rollouts), default=max_tokens
+    )
+    for batch in pack(groups, max(max_tokens, longest)):
+        yield batch, batch_hidden(policy, batch)
+
+
+def hidden_states(policy: ScoringPolicy, groups: Sequence[RolloutGroup], max_tokens: int) -> tuple[Tensor, ...]:
+    """The same per rollout of the flattened groups: [T, H] each, in the policy's dtype."""
+    states: dict[int, Tensor] = {}
+    for batch, hidden in each_hidden(policy, groups, max_tokens):
+        states |= split_by_sample(hidden, batch)
+    return tuple(states[sample] for sample in sorted(states))
 
 
 def batch_logprobs(

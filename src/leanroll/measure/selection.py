@@ -65,6 +65,17 @@ class SparsePlan:
         return cls(schedule, layers, name, kv_dtype, recorded)
 
 
+def tokens_past_dense(plan: SparsePlan, prompt_length: int, num_tokens: int) -> np.ndarray:
+    """Tokens of a completion whose distribution sparse attention can change, bool [num_tokens].
+
+    From the first one on whose decode step reads only a part of the pages. The very first token comes from the prompt, which is
+    dense.
+    """
+    part = plan.schedule.reads_part(prompt_length + np.arange(num_tokens))
+    part[:1] = False
+    return np.asarray(np.logical_or.accumulate(part))
+
+
 class PageIndex:
     """Landmarks of one sequence's pages in one layer, and the selection of its queries.
 

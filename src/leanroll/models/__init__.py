@@ -4,7 +4,9 @@ from leanroll.models.attention import AttentionCall, AttentionContext, install_a
 from leanroll.models.default import DEFAULT_MODEL
 from leanroll.models.head import LmHead
 from leanroll.models.load import load_policy
-from leanroll.models.policy import LoraSpec, Policy
+from leanroll.models.lora import LoraSpec
+from leanroll.models.policy import Policy
+from leanroll.models.sampler import SamplerAdapter
 from leanroll.models.spec import ModelSpec
 from leanroll.models.verify import CausalContext
 
@@ -17,6 +19,7 @@ __all__ = [
     "LoraSpec",
     "ModelSpec",
     "Policy",
+    "SamplerAdapter",
     "install_attention",
     "load_policy",
 ]

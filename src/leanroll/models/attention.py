@@ -53,6 +53,11 @@ class AttentionCall:
 class AttentionContext(Protocol):
     """The batch, as the attention sees it."""
 
+    @property
+    def sparse_rows(self) -> bool | Tensor:
+        """Tokens that read only a part of their pages in sparse layers: all, none, or a mask bool [B, T]."""
+        ...
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         """q [B, Hq, T, D], k and v [B, Hk, T, D] (rotated, normalised) → [B, T, Hq, D]."""
         ...

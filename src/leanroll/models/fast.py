@@ -22,6 +22,7 @@ from leanroll.errors import LeanrollError, ModelError
 from leanroll.kernels.cpu.native import native
 from leanroll.models.fast_layers import FastGroup, FastHead, FastMlp, FastNorm, FastProduct, FastRope
 from leanroll.models.policy import Policy
+from leanroll.models.sampler import SamplerAdapter
 from leanroll.models.verify import CausalContext
 
 _ROPE = "apply_rotary_pos_emb"
@@ -37,6 +38,7 @@ class FastPlan:
     """Which replacements agree with the modules of one policy.
 
     parts: groups of linear layers, MLPs and norms. ropes: modules of Python code whose rotary function is replaced.
+    sampler: the adapter the policy had then; its layers' own forward methods are another's with another one.
     head: whether the head's products agree. rejected: what looked right and computed something else; it keeps its own forward.
     """
 
@@ -44,6 +46,7 @@ class FastPlan:
     ropes: dict[ModuleType, FastRope] = field(default_factory=dict)
     head: bool = False
     rejected: list[str] = field(default_factory=list)
+    sampler: SamplerAdapter | None = None
 
     def describe(self) -> str:
         """One line for `leanroll doctor`."""
@@ -75,7 +78,7 @@ def fast_decode(policy: Policy) -> Iterator[FastPlan]:
         )
     native()
     plan = _PLANS.get(policy)
-    if plan is None:
+    if plan is None or plan.sampler is not policy.sampler:
         with torch.inference_mode():
             plan = _make_plan(policy)
             _verify_step(policy, plan)
@@ -112,7 +115,7 @@ def _installed(policy: Policy, plan: FastPlan) -> Iterator[None]:
 
 
 def _make_plan(policy: Policy) -> FastPlan:
-    plan = FastPlan()
+    plan = FastPlan(sampler=policy.sampler)
     calls = _watch(policy)
     names = {module: name for name, module in policy.decoder.named_modules()}
     dtype = policy.dtype

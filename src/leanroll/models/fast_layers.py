@@ -21,6 +21,7 @@ from transformers.activations import SiLUActivation
 from leanroll.kernels.cpu import linear_group
 from leanroll.kernels.cpu.native import check, dtype_code, native
 from leanroll.models.head import LmHead
+from leanroll.models.sampler import SamplerTerm, sampler_term
 
 MAX_ROWS = 64
 """Rows up to which our products beat torch's."""
@@ -35,7 +36,10 @@ _Item = tuple[int, int, int, int, int, int, int, float]
 
 
 class FastProduct:
-    """One linear layer, with or without a LoRA adapter around it."""
+    """One linear layer, with or without a LoRA adapter around it; the sampler's own adapter (`models.sampler`) included.
+
+    Where all rows want the sampler's adapter, the extension gets both adapters as one of the sum of their ranks.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -49,6 +53,12 @@ class FastProduct:
         self._lora_a = module.lora_A._modules if isinstance(module, LoraLinear) else {}
         self._lora_b = module.lora_B._modules if isinstance(module, LoraLinear) else {}
         self._checked: tuple[Tensor | None, ...] = ()
+        self._joined: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
+
+    @property
+    def term(self) -> SamplerTerm | None:
+        """The sampler's own adapter of this layer, None where there is none."""
+        return sampler_term(self.module)
 
     @staticmethod
     def recognises(module: nn.Module) -> bool:
@@ -60,10 +70,15 @@ class FastProduct:
     def recheck(self) -> None:
         """Forget which tensors were checked (a module's `.to` changes them in place)."""
         self._checked = ()
+        self._joined = None
 
     def is_plain(self) -> bool:
-        """False when the adapter is in a state that only peft's own forward handles."""
-        lora = self.lora
+        """False when the adapter is in a state that only peft's own forward handles, or the two together have too large a rank."""
+        lora, term = self.lora, self.term
+        if term is not None and term.switch.rows is True:
+            rank = term.a.shape[0] + (0 if lora is None else max(lora.r.values(), default=0))
+            if rank > native().MAX_RANK:
+                return False
         if lora is None:
             return True
         if lora.merged_adapters:
@@ -88,6 +103,9 @@ class FastProduct:
             if layer is not None:
                 a, b = layer._parameters["weight"], self._lora_b[name]._parameters["weight"]
                 scaling = lora.scaling[name]
+        term = self.term
+        if term is not None and term.switch.rows is True:
+            a, b, scaling = self._join(a, b, scaling, term)
         checked = self._checked
         if (
             not checked
@@ -102,6 +120,21 @@ class FastProduct:
             return weight.data_ptr(), bias_address, self.size, 0, 0, 0, 0, 0.0
         code = 1 if a.dtype is torch.bfloat16 else 0
         return weight.data_ptr(), bias_address, self.size, a.data_ptr(), b.data_ptr(), code, a.shape[0], scaling
+
+    def _join(
+        self, a: Tensor | None, b: Tensor | None, scaling: float, term: SamplerTerm
+    ) -> tuple[Tensor, Tensor, float]:
+        """Both adapters as one, made anew when a weight has changed."""
+        if a is None or b is None:
+            return term.a, term.b, term.scaling
+        tensors = (a, b, term.a, term.b)
+        state = (*map(id, tensors), *(t._version for t in tensors), scaling)
+        if self._joined is None or self._joined[0] != state:
+            # Of different dtypes, both in float32.
+            joined_a = torch.cat([a.detach(), term.a.detach()])
+            joined_b = torch.cat([scaling * b.detach(), term.scaling * term.b.detach()], dim=1)
+            self._joined = (state, joined_a, joined_b.contiguous())
+        return self._joined[1], self._joined[2], 1.0
 
     def _check(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> None:
         check(weight, "weight", (self.size, self.width), self.dtype)
@@ -124,6 +157,12 @@ def multiply(x: Tensor, products: Sequence[FastProduct]) -> list[Tensor]:
         items.append((*product.item(), out.data_ptr()))
     code = 1 if dtype is torch.bfloat16 else 0
     native().linear_group(code, x.data_ptr(), x.numel() // width, width, items, code, torch.get_num_threads())
+    for i, product in enumerate(products):
+        term = product.term
+        if term is not None and isinstance(term.switch.rows, Tensor):
+            outputs[i] = term.add(
+                outputs[i], x
+            )  # some rows: sequences at both sides of a length, a few steps of a rollout
     return outputs
 
 

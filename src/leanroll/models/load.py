@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from leanroll.errors import ModelError
 from leanroll.models.default import DEFAULT_MODEL, default_model_dir
-from leanroll.models.policy import BASE_FILE, LoraSpec, Policy
+from leanroll.models.lora import LoraSpec
+from leanroll.models.policy import BASE_FILE, Policy
 from leanroll.models.spec import refuse_unsupported
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

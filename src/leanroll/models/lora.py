@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,6 +30,22 @@ from leanroll.kernels.products import is_emulated, linear, product
 # Relative RMS between peft's result and ours on random input. Only the adapter's sum is added in another order.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _TOLERANCE_WIDE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """A LoRA adapter on a frozen base.
+
+    r: rank, ≥ 1. alpha: the update is scaled by alpha / r. target_modules: "all-linear" (all but the head) or names of modules.
+    path: a saved peft adapter to start from; r, alpha and target_modules are then the saved ones. seed: of the initial weights.
+    Dropout is always 0: the sampler and the trainer must be the same function. Weights are fp32 on bf16 and fp16 models.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    path: Path | None = None
+    seed: int = 0
 
 
 def install_lora(model: nn.Module) -> int:
@@ -92,8 +110,8 @@ def _plain_adapter(layer: LoraLinear, x: Tensor) -> str | None:
     return name if plain else None
 
 
-def _product_dtype(x: Tensor, adapter: torch.dtype) -> torch.dtype:
-    """float16 has too small a range for gradients that nobody scales."""
+def product_dtype(x: Tensor, adapter: torch.dtype) -> torch.dtype:
+    """What an adapter's products of x are computed in: float16 has too small a range for gradients that nobody scales."""
     return x.dtype if x.dtype is torch.bfloat16 and not is_emulated(x) else adapter
 
 
@@ -105,7 +123,7 @@ class _LoraProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         """x [..., K], weight [N, K], a [r, K] and b [N, r] in float32 or wider → [..., N] in x's dtype."""
-        rows, inner = x.reshape(-1, x.shape[-1]), _product_dtype(x, a.dtype)
+        rows, inner = x.reshape(-1, x.shape[-1]), product_dtype(x, a.dtype)
         low = rows.to(inner) @ a.to(inner).T
         out = linear(rows, weight, bias).to(inner).addmm_(low, b.to(inner).T, alpha=scaling).to(x.dtype)
         # `low` is r numbers per row, the input none beyond what autograd keeps anyway: it is the very tensor.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,14 @@ from leanroll.errors import ModelError
 from leanroll.models.attention import AttentionContext, install_attention, reject_padding
 from leanroll.models.head import LmHead, read_head
 from leanroll.models.linear import install_linear
-from leanroll.models.lora import install_lora
+from leanroll.models.lora import LoraSpec, install_lora
+from leanroll.models.sampler import SamplerAdapter
 from leanroll.models.spec import ModelSpec, read_spec, stop_token_ids
 from leanroll.models.verify import verify_model
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BASE_FILE = "leanroll_base.json"
 """Written beside an adapter: the name its base model was loaded by."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """A LoRA adapter on a frozen base.
-
-    r: rank, ≥ 1. alpha: the update is scaled by alpha / r. target_modules: "all-linear" (all but the head) or names of modules.
-    path: a saved peft adapter to start from; r, alpha and target_modules are then the saved ones. seed: of the initial weights.
-    Dropout is always 0: the sampler and the trainer must be the same function. Weights are fp32 on bf16 and fp16 models.
-    """
-
-    r: int = 16
-    alpha: float = 32.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    path: Path | None = None
-    seed: int = 0
 
 
 class Policy:
@@ -84,6 +69,7 @@ class Policy:
         else:
             self.model = _add_adapter(model, adapter)
             install_lora(self.model)
+        self.sampler: SamplerAdapter | None = None
         self.version = 0
         self._checkpointed: list[GradientCheckpointingLayer] = []
 
@@ -109,8 +95,30 @@ class Policy:
         """Final hidden states [B, T, H] of input_ids [B, T] at position_ids [B, T], attending through ctx."""
         if self._checkpointed:
             self._checkpoint_in_backward_only()
-        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, leanroll=ctx)
+        with nullcontext() if self.sampler is None else self.sampler.on(ctx.sparse_rows):
+            out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, leanroll=ctx)
         return out.last_hidden_state
+
+    def add_sampler(self, spec: LoraSpec) -> SamplerAdapter:
+        """Give the policy a sampler adapter (`models.sampler`): it counts at tokens that attend sparsely, nowhere else.
+
+        Raises:
+            ModelError: the policy has one already, or it cannot be made.
+        """
+        self.sampler = SamplerAdapter(self.base, self.decoder, spec, self.dtype)
+        return self.sampler
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, no parameter of the policy itself needs a gradient; the sampler adapter's do. For forward and backward."""
+        parameters = list(self.trainable_parameters().values())
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Name → parameter, of those with requires_grad, in the model's order."""
@@ -146,7 +154,7 @@ class Policy:
         layers = [m for m in self.base.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise ModelError(f"{type(self.base).__name__} does not support gradient checkpointing; turn it off.")
-        options = {"use_reentrant": False}
+        options = {"use_reentrant": False, "context_fn": self._recompute_contexts}
         model: Any = self.base
         if hasattr(model, "activation_checkpointing_enable"):  # its name in newer transformers
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -154,6 +162,10 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         self._checkpointed = layers
         self._checkpoint_in_backward_only()
+
+    def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        # Asked when a layer's forward begins. When it is recomputed, `hidden` has long returned.
+        return nullcontext(), nullcontext() if self.sampler is None else self.sampler.as_now()
 
     def _checkpoint_in_backward_only(self) -> None:
         # transformers checkpoints a layer when the layer is in training mode. Only that flag of the layer itself is set,

@@ -30,6 +30,8 @@ class CausalContext:
     Keeps nothing between layers but the calls it got. Meant for checks and short inputs: memory is quadratic in the length.
     """
 
+    sparse_rows = False
+
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.shapes: list[tuple[torch.Size, torch.Size, torch.Size]] = []

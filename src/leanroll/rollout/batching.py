@@ -241,7 +241,9 @@ class Batcher:
         )
         records = self.sampling.record_pages and self.sparse_layers  # a dense engine selects nothing
         recorded = self._record_buffers(lengths, budgets) if records else None
-        context = DecodeContext(batch, self.pool.layers, self.backend, self.scorer, recorded)
+        context = DecodeContext(
+            batch, self.pool.layers, self.backend, self.scorer, recorded, sparse_rows=self._sparse_rows(lengths)
+        )
         hidden = self.policy.hidden(
             torch.as_tensor([[s.token_ids[-1]] for s in running], device=self._device),
             torch.from_numpy(lengths.astype(np.int64) - 1)[:, None].to(self._device),
@@ -256,6 +258,13 @@ class Batcher:
         self.running = [s for s in running if not self._finish_if_done(s)]
         if len(self.running) != len(running):
             self._table_is_stale = True
+
+    def _sparse_rows(self, lengths: np.ndarray) -> bool | Tensor:
+        """Which sequences of this step attend sparsely: all, none, or a mask bool [B, 1]."""
+        part = self.schedule.reads_part(lengths)
+        if part.all() or not part.any():
+            return bool(part.all())
+        return torch.from_numpy(part)[:, None].to(self._device)
 
     def _grow_tables(self) -> None:
         """Give sequences that enter a new page one from their reservation, and keep the batch's block table current."""

@@ -52,6 +52,7 @@ class PrefillContext:
             pages = torch.as_tensor(s.pages)
             slots.append(pages[position // size] * size + position % size)
             filled += s.pages[s.start // size : (s.start + s.count) // size]
+        self.sparse_rows = False
         self._slots = torch.cat(slots).to(device)
         self._filled = torch.as_tensor(filled, dtype=torch.int32, device=device)
 
@@ -88,6 +89,7 @@ def _gather(cache: Tensor, pages: tuple[int, ...], length: int) -> Tensor:
 class DecodeContext:
     """One token of each running sequence.
 
+    sparse_rows: which sequences read only a part of their pages (see `AttentionContext`).
     recorded: per sparse layer an int32 [B, Hk, K] buffer that receives the selected logical pages; None records
     nothing.
     """
@@ -99,7 +101,10 @@ class DecodeContext:
         backend: KernelBackend,
         scorer: Scorer,
         recorded: dict[int, Tensor] | None = None,
+        *,
+        sparse_rows: bool | Tensor = False,
     ) -> None:
+        self.sparse_rows = sparse_rows
         self._batch, self._layers, self._backend, self._scorer = batch, layers, backend, scorer
         self._recorded = recorded or {}
 

@@ -134,6 +134,10 @@ class BudgetSchedule:
         """`budget` for an integer array of lengths; int32, same shape."""
         return np.asarray(self.pages, dtype=np.int32)[self.bins(lengths)]
 
+    def reads_part(self, lengths: np.ndarray) -> np.ndarray:
+        """Where a sequence of so many tokens does not read every page: bool, same shape."""
+        return np.asarray(-(-lengths // self.page_size) > self.budgets(lengths))
+
     def bins(self, lengths: np.ndarray) -> np.ndarray:
         """Index of the length bin, and so of the budget in `pages`, for an integer array of lengths; same shape."""
         return np.minimum(-(-lengths // self.page_size) // self.bin_pages, len(self.pages) - 1)

@@ -1,6 +1,7 @@
 """Atomic checkpoints.
 
     checkpoints/step-000012/policy/       HF or peft format: load it with transformers or peft, nothing of ours needed
+                            sampler/      the sampler's own adapter in peft format, where there is one
                             trainer.pt    fp32 masters, optimizer moments, random state: what exact resume needs
                             state.json    step and what identifies the run
     checkpoints/latest                    symbolic link to the one in force
@@ -30,6 +31,7 @@ LATEST = "latest"
 STATE_FILE = "state.json"
 TRAINER_FILE = "trainer.pt"
 POLICY_DIR = "policy"
+SAMPLER_DIR = "sampler"
 _PREFIX, _TEMP = "step-", ".tmp-"
 
 

@@ -1,13 +1,14 @@
 """Reinforcement learning on sparse rollouts: `run(config)` is what `leanroll rl` does.
 
 A step: prompts → groups from the engine → rewards → advantages → dense log-probs → importance-corrected policy loss →
-AdamW → the engine follows, since it runs the policy's own modules. Source of the method: Sparrow, arXiv 2606.08446.
+AdamW → an update of the sampler's own adapter, if it has one → the engine follows, since it runs the policy's own modules.
+Source of the method: Sparrow, arXiv 2606.08446.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from leanroll.config import RLConfig
+from leanroll.errors import ConfigError
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
@@ -27,10 +29,11 @@ from leanroll.train.hold import HeldSchedule
 from leanroll.train.loop import LoopResult
 from leanroll.train.policy_module import PolicyModule
 from leanroll.train.progress import RunDisplay
+from leanroll.train.sampler_adapter import PolicyTerms, SamplerAdapterTrainer
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.speed import Speed, compare_speed
 from leanroll.train.trainer import Trainer, timing_text
-from leanroll.train.update import PolicyUpdater
+from leanroll.train.update import PolicyUpdater, TrainingGroup
 
 _LOGGED_COMPLETIONS = 32
 """Completions per step written to the run directory, rounded up to whole groups."""
@@ -114,6 +117,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         if not schedule.is_dense:
             kv_dtype = setup.DTYPES[config.rollout.kv_dtype] if config.rollout.kv_dtype is not None else None
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
+        self.sampler = self._sampler_adapter()
         self.held: HeldSchedule | None = None
         if config.rollout.control == "hold":
             # A micro-batch must hold every sequence, but for its last token.
@@ -156,7 +160,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         updater = PolicyUpdater(
             self.policy, self.module, self.stepper, self.config, self.run, self.display, self._reference
         )
-        metrics |= updater.update(step, batch.training) | self.memory()
+        metrics |= self._update_both(step, batch.training, updater) | self.memory()
         if self.held is not None:
             # Not before: a step that fails leaves the state of the one before it.
             control, moves = self.held.observe(step, sample, rates)
@@ -175,9 +179,16 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         self._write_schedule()
 
     def state(self) -> dict[str, Any]:
-        return {} if self.held is None else {"control": self.held.state()}
+        state: dict[str, Any] = {}
+        if self.held is not None:
+            state["control"] = self.held.state()
+        if self.sampler is not None:
+            state["sampler_adapter"] = self.sampler.state_dict()
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["sampler_adapter"])
         if self.held is not None:
             self.held.load_state(state["control"])
             self._use(self.held.schedule)
@@ -187,10 +198,44 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         assert self.plan is not None
         self.engine.use_schedule(schedule)
         self.schedule, self.plan = schedule, replace(self.plan, schedule=schedule)
+        if self.sampler is not None:
+            self.sampler.plan = self.plan
 
     def _write_schedule(self) -> None:
         if self.held is not None:
             write_text(self.run.path / HELD_SCHEDULE, self.held.schedule.to_json() + "\n")
+
+    def _sampler_adapter(self) -> SamplerAdapterTrainer | None:
+        """The sampler's own adapter and its optimizer (DistillSparse), where the recipe has one."""
+        options = self.config.sampler_adapter
+        if not options.is_on:
+            return None
+        if self.plan is None:
+            raise ConfigError(
+                f"sampler_adapter is set but has no effect, because the schedule {self.schedule.name!r} reads every page; "
+                "leave it out, or use a sparse schedule."
+            )
+        setup.add_sampler(self.policy, options, seed=self.config.train.seed % 2**31)
+        return SamplerAdapterTrainer(
+            self.policy,
+            self.plan,
+            self.accelerator,
+            options,
+            self.config.optimizer,
+            temperature=self.config.rollout.temperature,
+            max_tokens=self.config.train.micro_batch_tokens,
+        )
+
+    def _update_both(self, step: int, groups: Sequence[TrainingGroup], updater: PolicyUpdater) -> dict[str, float]:
+        """The policy, then the sampler's adapter towards what the policy was before."""
+        if self.sampler is None or not groups:
+            return updater.update(step, groups)
+        plain = [g.group for g in groups]
+        with self.display.phase("sampler"):
+            targets = self.sampler.targets(plain)
+        metrics = updater.update(step, groups)
+        with self.display.phase("sampler"):
+            return metrics | self.sampler.update(step, plain, targets, PolicyTerms.of(self.config, groups))
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}", f"reward {metrics['reward/mean']:.3f}"]

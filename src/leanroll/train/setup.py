@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from leanroll.config import AdapterConfig, EvalConfig, ModelConfig, RolloutConfig, TaskConfig
+from leanroll.config import AdapterConfig, EvalConfig, ModelConfig, RolloutConfig, SamplerAdapterConfig, TaskConfig
 from leanroll.errors import ConfigError
 from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rollout.engine import RolloutEngine
@@ -57,6 +57,24 @@ def build_policy(model: ModelConfig, adapter: AdapterConfig, *, training: bool, 
                 f"model.chat_template {str(path)!r} cannot be read ({error}); expected a text file."
             ) from error
     return policy
+
+
+def add_sampler(policy: Policy, options: SamplerAdapterConfig, *, seed: int = 0) -> None:
+    """Give the policy the sampler adapter that the section asks for.
+
+    Raises:
+        ModelError: its targets match nothing, or the saved one cannot be read or does not fit.
+    """
+    targets = options.target_modules
+    policy.add_sampler(
+        LoraSpec(
+            r=options.r,
+            alpha=options.alpha,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            path=Path(options.path) if options.path is not None else None,
+            seed=seed,
+        )
+    )
 
 
 def build_schedule(rollout: RolloutConfig) -> BudgetSchedule:

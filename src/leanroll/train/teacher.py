@@ -16,8 +16,8 @@ from leanroll.config import DistillConfig, ProfileConfig
 from leanroll.errors import ConfigError
 from leanroll.losses.topk import TeacherTopk, teacher_topk
 from leanroll.losses.vocabulary import SharedVocabulary
-from leanroll.measure.logprobs import batch_hidden, split_by_sample
-from leanroll.measure.packing import PackedBatch, pack
+from leanroll.measure.logprobs import each_hidden, split_by_sample
+from leanroll.measure.packing import PackedBatch
 from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rundir import CHECKPOINTS, CONFIG
 from leanroll.tasks import TaskItem
@@ -123,12 +123,9 @@ class Teacher:
     ) -> Iterator[tuple[PackedBatch, Tensor, Policy]]:
         """Micro-batches with the hidden states [R, H] that predict their completion tokens."""
         seen = [replace(g, prompt=p) for g, p in zip(groups, prompts, strict=True)]
-        longest = max(
-            (len(g.prompt.token_ids) + len(r.token_ids) - 1 for g in seen for r in g.rollouts), default=max_tokens
-        )
         with self.scoring() as policy:
-            for batch in pack(seen, max(max_tokens, longest)):
-                yield batch, batch_hidden(policy, batch), policy
+            for batch, hidden in each_hidden(policy, seen, max_tokens):
+                yield batch, hidden, policy
 
 
 def move_body(policy: Policy, to: torch.device | torch.dtype) -> None:

@@ -206,6 +206,8 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     def _save(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
         def write(directory: Path) -> None:
             self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
+            if self.policy.sampler is not None:
+                self.policy.sampler.save(directory / ckpt.SAMPLER_DIR)
             state = {
                 "optimizer": self.optimizer.state_dict(),
                 "random": self._random,
@@ -258,6 +260,6 @@ def _timings(display: RunDisplay) -> dict[str, float]:
 
 def timing_text(metrics: Mapping[str, float]) -> str:
     """The end of a step's line: its seconds, and where they went."""
-    timed = ("rollout", "reward", "measure", "teacher", "score", "update", "eval", "checkpoint")
+    timed = ("rollout", "reward", "measure", "teacher", "score", "update", "sampler", "eval", "checkpoint")
     phases = [f"{name} {metrics[f'time/{name}_s']:.1f}" for name in timed if f"time/{name}_s" in metrics]
     return f"{metrics['time/step_s']:.1f} s ({', '.join(phases)})"
