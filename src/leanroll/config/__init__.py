@@ -4,6 +4,7 @@ config = load_config(RLConfig, "recipes/quickstart.toml", [("rollout.schedule", 
 config.rollout.max_completion_length
 """
 
+from leanroll.config.alarm import AlarmConfig
 from leanroll.config.base import Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
@@ -31,6 +32,7 @@ from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig,
 
 __all__ = [
     "AdapterConfig",
+    "AlarmConfig",
     "AlgorithmConfig",
     "BenchConfig",
     "BenchmarkConfig",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from leanroll.config.alarm import MIN_REFERENCE, AlarmConfig
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
@@ -31,6 +33,7 @@ class RLConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     measure: MeasureConfig = MeasureConfig()
+    alarm: AlarmConfig = AlarmConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
@@ -68,7 +71,9 @@ class RLConfig(Section):
                 f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "
                 f"{rollout.max_completion_length}; even an empty completion would be penalised"
             )
+        _check_rejection(rl)
         _check_training(optimizer, self.train, rollout.max_completion_length, "rollout.max_completion_length")
+        _check_alarm(self.alarm, self.train)
         if rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
@@ -266,6 +271,41 @@ def _check_roll_back(every: int, train: TrainConfig) -> None:
         )
 
 
+def _check_rejection(rl: AlgorithmConfig) -> None:
+    """Bounds that another one makes superfluous would be options without effect."""
+    for side, beyond in (("high", lambda mean, token: mean >= token), ("low", lambda mean, token: mean <= token)):
+        mean, token = getattr(rl, f"geo_mask_{side}"), getattr(rl, f"token_veto_{side}")
+        if mean is not None and token is not None and beyond(mean, token):
+            raise ValueError(
+                f"rl.geo_mask_{side} is {mean} and rl.token_veto_{side} is {token}; where no token passes the latter, no mean passes "
+                f"the former. Put rl.geo_mask_{side} nearer to 1, or leave it out"
+            )
+    if rl.m2_threshold is not None and rl.token_veto_low is not None and rl.token_veto_high is not None:
+        largest = max(math.log(rl.token_veto_low) ** 2, math.log(rl.token_veto_high) ** 2)
+        if largest <= rl.m2_threshold:
+            raise ValueError(
+                f"rl.m2_threshold is {rl.m2_threshold}, but rl.token_veto_low and rl.token_veto_high leave no token with a squared log "
+                f"ratio above {largest:.3g}; lower it, or leave it out"
+            )
+
+
+def _check_alarm(alarm: AlarmConfig, train: TrainConfig) -> None:
+    """Going back needs a checkpoint from before the alarm's signs, usually `patience` steps old."""
+    if alarm.on_alarm != "roll_back":
+        return
+    if not 0 < train.save_every <= alarm.window:
+        raise ValueError(
+            f"alarm.on_alarm is 'roll_back' and train.save_every is {train.save_every}; expected 1 to alarm.window = {alarm.window} "
+            "steps, so that there is a checkpoint to go back to"
+        )
+    if 0 < train.keep_checkpoints and (train.keep_checkpoints - 1) * train.save_every < alarm.patience - 1:
+        need = 1 + -(-(alarm.patience - 1) // train.save_every)
+        raise ValueError(
+            f"alarm.on_alarm is 'roll_back', but the {train.keep_checkpoints} checkpoints that train.keep_checkpoints keeps can all be "
+            f"from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 for all"
+        )
+
+
 def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:
     """longest: completion tokens, bounded by the option `limit`."""
     if optimizer.warmup_steps > train.steps:
@@ -307,6 +347,30 @@ INERT_RULES = (
         ("rl.importance_sampling_cap",),
         lambda c: c.rl.importance_sampling_mode == "off",
         "rl.importance_sampling_mode is 'off'",
+    ),
+    InertRule(
+        ("rl.importance_sampling_cap",),
+        lambda c: (
+            c.rl.importance_sampling_mode.startswith("token")
+            and c.rl.token_veto_high is not None
+            and c.rl.token_veto_high <= c.rl.importance_sampling_cap
+        ),
+        "rl.token_veto_high rejects completions with such a ratio",
+    ),
+    InertRule(
+        tuple(f"alarm.{name}" for name in AlarmConfig.model_fields if name != "on_alarm"),
+        lambda c: c.alarm.on_alarm == "off",
+        "alarm.on_alarm is 'off'",
+    ),
+    InertRule(
+        ("alarm.tail_drop",),
+        lambda c: not c.measure.alpha_every or c.rollout.schedule == "dense",
+        "acceptance is not measured (measure.alpha_every is 0, or rollout.schedule is 'dense')",
+    ),
+    InertRule(
+        ("alarm.tail_drop",),
+        lambda c: c.measure.alpha_every > c.alarm.window // MIN_REFERENCE,
+        f"fewer than {MIN_REFERENCE} measurements of acceptance (measure.alpha_every) fall into alarm.window steps",
     ),
     InertRule(
         ("optimizer.decay_steps",), lambda c: c.optimizer.scheduler == "constant", "optimizer.scheduler is 'constant'"

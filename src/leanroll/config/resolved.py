@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from leanroll.config.alarm import AlarmConfig
 from leanroll.config.load import read_toml, validate
 from leanroll.config.recipes import (
     DistillConfig,
@@ -21,6 +22,7 @@ from leanroll.config.recipes import (
 
 FREE_ON_RESUME = frozenset(
     {
+        *(f"alarm.{name}" for name in AlarmConfig.model_fields),
         "train.save_every",
         "train.keep_checkpoints",
         "train.trackers",

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from leanroll.config import RLConfig
+from leanroll.measure.alarm import Watcher, kl_rise
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
@@ -40,12 +41,13 @@ class RunSummary:
     """What a run came to; numbers that were not measured are None.
 
     before, after: held-out mean reward. alpha_p05: 5th percentile of exact acceptance at the last measurement.
-    interrupted: stopped by Ctrl-C after `last_step`; resume to go on.
+    interrupted: stopped by Ctrl-C after `last_step`; resume to go on. halted: why the alarm stopped it.
     """
 
     run_dir: Path
     last_step: int
     interrupted: bool
+    halted: str | None
     before: float | None
     after: float | None
     alpha_p05: float | None
@@ -63,6 +65,8 @@ class RunSummary:
             parts.append(f"tokens/s dense {self.speed.dense:,.0f}, sparse {self.speed.sparse:,.0f}")
         if self.interrupted:
             parts.append(f"interrupted after step {self.last_step}, continue with --resume")
+        if self.halted is not None:
+            parts.append(f"stopped by itself: {self.halted}")
         return " · ".join([*parts, str(self.run_dir)])
 
 
@@ -107,6 +111,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             kv_dtype = setup.DTYPES[config.rollout.kv_dtype] if config.rollout.kv_dtype is not None else None
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
         self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
+        self.alarm = None if config.alarm.on_alarm == "off" else Watcher(config.alarm)
         self._reference: Policy | None = None
         if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
             # Without its adapter the policy is where a new adapter starts, but not where a loaded one does, be it named by
@@ -138,7 +143,24 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         updater = PolicyUpdater(
             self.policy, self.module, self.stepper, self.config, self.run, self.display, self._reference
         )
-        return metrics | updater.update(step, batch.training) | self.memory()
+        metrics |= updater.update(step, batch.training)
+        return metrics | self._watch(step, metrics) | self.memory()
+
+    def _watch(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Look for signs of collapse, and answer them."""
+        if self.alarm is None:
+            return {}
+        rise = kl_rise(metrics)
+        derived = {} if rise is None else {"mismatch/rise": rise}
+        verdict = self.alarm.observe({"step": step, **metrics, **derived})
+        if verdict.raised:
+            text = f"step {step} may have collapsed: {verdict.text()}."
+            self.react(text, self.config.alarm.on_alarm, verdict.last_calm)
+        return derived | verdict.metrics()
+
+    def on_resume(self, step: int) -> None:
+        if self.alarm is not None:
+            self.alarm.replay(self.run.read_metrics())
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}", f"reward {metrics['reward/mean']:.3f}"]
@@ -172,7 +194,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
 
 
 def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) -> RunSummary:
-    speed = None if result.interrupted else trainer.speed()
+    speed = None if result.interrupted or result.halted is not None else trainer.speed()
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     alphas = [r["alpha/p05"] for r in records if "alpha/p05" in r]
@@ -180,6 +202,7 @@ def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) 
         run_dir=run.path,
         last_step=result.last_step,
         interrupted=result.interrupted,
+        halted=result.halted,
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
         alpha_p05=alphas[-1] if alphas else None,
