@@ -86,7 +86,8 @@ SCHEMA: dict[str, Metric] = {
     "rejected_share/geo_mean": Metric("share", "Completions whose geometric mean ratio is outside its bounds."),
     "rejected_share/token_veto": Metric("share", "Completions with a token whose ratio is outside its bounds."),
     "m2/before": Metric(
-        "nats²", "Mean squared log ratio of the tokens of completions that were not rejected, before outliers are masked."
+        "nats²",
+        "Mean squared log ratio of the tokens of completions that were not rejected, before outliers are masked.",
     ),
     "m2/after": Metric("nats²", "The same without the masked outliers; at most rl.m2_threshold."),
     "m2/masked_share": Metric("share", "Tokens of those completions that got weight 0 as outliers."),
@@ -104,14 +105,15 @@ SCHEMA: dict[str, Metric] = {
         "tokens", "Tokens that could enter the loss at positions from <start>, counted once."
     ),
     "mismatch/rise": Metric(
-        "nats", "Rise of that KL from the first bin of positions to the last, by a line through the bins, weighted by tokens."
+        "nats",
+        "Rise of that KL from the first bin of positions to the last, by a line through the bins, weighted by tokens.",
     ),
     # collapse alarm of RL
     "alarm/raised": Metric("count", "1 at a step where an alarm begins, else 0."),
     "alarm/<signal>": Metric(
         "1",
-        "How many times past its limit in [alarm] a signal has stayed for alarm.patience steps: a sign from 1, an alarm by itself from "
-        "alarm.hard; 0 within its noise.",
+        "How many times past its limit in [alarm] a signal has stayed for alarm.patience steps: a sign from 1, an alarm by itself "
+        "from alarm.hard; 0 within its noise.",
     ),
     # distillation: p student, q teacher, at distill.kl_temperature, over all generated tokens (in the loss or not)
     "distill/num_tokens": Metric("tokens", "Tokens generated per completion at most in the step."),

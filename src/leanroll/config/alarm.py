@@ -22,8 +22,8 @@ class AlarmConfig(Section):
     )
     reference: Literal["trailing", "start"] = Field(
         "trailing",
-        description="What steps are compared with: trailing, the window before the recent ones, which healthy learning moves along; "
-        "start, the first window of the run, which a slow collapse cannot move.",
+        description="What steps are compared with: trailing, the window before the recent ones, which healthy learning moves "
+        "along; start, the first window of the run, which a slow collapse cannot move.",
     )
     window: Int = Field(
         20, ge=MIN_REFERENCE, description="Steps of the reference; before they are over nothing is judged."
@@ -32,8 +32,8 @@ class AlarmConfig(Section):
     num_mads: Float = Field(
         3.0,
         ge=0,
-        description="A sign is also further from the reference's median than this many of its median absolute deviations. 0: noise is "
-        "not looked at.",
+        description="A sign is also further from the reference's median than this many of its median absolute deviations. 0: noise "
+        "is not looked at.",
     )
     length_factor: Float = Field(
         2.0, ge=0, description="Factor by which the mean completion may shrink or grow, above 1. 0: not watched."
@@ -50,14 +50,14 @@ class AlarmConfig(Section):
     kl_growth: Float = Field(
         2.0,
         ge=0,
-        description="How far the sampler's KL may come to rise from the first positions to the last, in multiples of its usual mean. "
-        "0: not watched.",
+        description="How far the sampler's KL may come to rise from the first positions to the last, in multiples of its usual "
+        "mean. 0: not watched.",
     )
     hard: Float = Field(
         2.0,
         gt=1,
-        description="One sign this many times past its limit (for factors: the limit to this power) is an alarm by itself; otherwise it "
-        "takes two signs together.",
+        description="One sign this many times past its limit (for factors: the limit to this power) is an alarm by itself; "
+        "otherwise it takes two signs together.",
     )
 
     @model_validator(mode="after")

@@ -277,15 +277,15 @@ def _check_rejection(rl: AlgorithmConfig) -> None:
         mean, token = getattr(rl, f"geo_mask_{side}"), getattr(rl, f"token_veto_{side}")
         if mean is not None and token is not None and beyond(mean, token):
             raise ValueError(
-                f"rl.geo_mask_{side} is {mean} and rl.token_veto_{side} is {token}; where no token passes the latter, no mean passes "
-                f"the former. Put rl.geo_mask_{side} nearer to 1, or leave it out"
+                f"rl.geo_mask_{side} is {mean} and rl.token_veto_{side} is {token}; where no token passes the latter, no mean "
+                f"passes the former. Put rl.geo_mask_{side} nearer to 1, or leave it out"
             )
     if rl.m2_threshold is not None and rl.token_veto_low is not None and rl.token_veto_high is not None:
         largest = max(math.log(rl.token_veto_low) ** 2, math.log(rl.token_veto_high) ** 2)
         if largest <= rl.m2_threshold:
             raise ValueError(
-                f"rl.m2_threshold is {rl.m2_threshold}, but rl.token_veto_low and rl.token_veto_high leave no token with a squared log "
-                f"ratio above {largest:.3g}; lower it, or leave it out"
+                f"rl.m2_threshold is {rl.m2_threshold}, but rl.token_veto_low and rl.token_veto_high leave no token with a squared "
+                f"log ratio above {largest:.3g}; lower it, or leave it out"
             )
 
 
@@ -295,15 +295,15 @@ def _check_alarm(alarm: AlarmConfig, train: TrainConfig) -> None:
         return
     if not 0 < train.save_every <= alarm.window:
         raise ValueError(
-            f"alarm.on_alarm is 'roll_back' and train.save_every is {train.save_every}; expected 1 to alarm.window = {alarm.window} "
-            "steps, so that there is a checkpoint to go back to"
+            f"alarm.on_alarm is 'roll_back' and train.save_every is {train.save_every}; expected 1 to alarm.window = "
+            f"{alarm.window} steps, so that there is a checkpoint to go back to"
         )
-    if 0 < train.keep_checkpoints and (train.keep_checkpoints - 1) * train.save_every < alarm.patience - 1:
+    if train.keep_checkpoints > 0 and (train.keep_checkpoints - 1) * train.save_every < alarm.patience - 1:
         need = 1 + -(-(alarm.patience - 1) // train.save_every)
         raise ValueError(
-            f"alarm.on_alarm is 'roll_back', but the {train.keep_checkpoints} checkpoints that train.keep_checkpoints keeps can all be "
-            f"from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 for all"
-        )
+            f"alarm.on_alarm is 'roll_back', but the {train.keep_checkpoints} checkpoints that train.keep_checkpoints keeps can "
+            f"all be from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 for
+        all" )
 
 
 def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:

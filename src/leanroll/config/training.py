@@ -55,8 +55,8 @@ class AlgorithmConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="Completions whose geometric mean of token ratios p_old / q_sampler is lower are left out of the loss. None: no "
-        "bound.",
+        description="Completions whose geometric mean of token ratios p_old / q_sampler is lower are left out of the loss. None: "
+        "no bound.",
     )
     geo_mask_high: Float | None = Field(
         None, gt=1, description="The same for a geometric mean that is higher. None: no bound."
@@ -73,8 +73,8 @@ class AlgorithmConfig(Section):
     m2_threshold: Float | None = Field(
         None,
         gt=0,
-        description="Bound on the mean squared log ratio over the step's tokens, nats²: the tokens with the largest |log ratio| get "
-        "weight 0 until the rest meets it (M2PO, arXiv 2510.01161: 0.04). None: no bound.",
+        description="Bound on the mean squared log ratio over the step's tokens, nats²: the tokens with the largest |log ratio| "
+        "get weight 0 until the rest meets it (M2PO, arXiv 2510.01161: 0.04). None: no bound.",
     )
     num_iterations: Int = Field(1, ge=1, le=64, description="Passes over each rollout batch.")
     num_mini_batches: Int = Field(

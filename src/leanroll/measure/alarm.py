@@ -1,12 +1,12 @@
 """The collapse alarm of RL: watches the metrics of every step and says in words what goes wrong. Loads no torch.
 
-Sparse rollouts too far from the policy end in a known way: completions shrink, the sampler's KL grows with position, the tail of the
-acceptance falls (Sparrow, arXiv 2606.08446); any RL run can lose its entropy or its reward. One number seldom tells a collapse from
-noise or from learning, so the signals are judged together:
+Sparse rollouts too far from the policy end in a known way: completions shrink, the sampler's KL grows with position, the tail of
+the acceptance falls (Sparrow, arXiv 2606.08446); any RL run can lose its entropy or its reward. One number seldom tells a collapse
+from noise or from learning, so the signals are judged together:
 
 - A signal is compared with its median over a reference window of steps, which lies before the recent ones.
-- Its size is how far it has moved, in multiples of its limit in [alarm]. It is a sign while each of the last `patience` steps is past
-  the limit, and their median is further from the reference's than the noise of the reference (median absolute deviations).
+- Its size is how far it has moved, in multiples of its limit in [alarm]. It is a sign while each of the last `patience` steps is
+  past the limit, and their median is further from the reference's than the noise of the reference (median absolute deviations).
 - One sign that is `hard` times past its limit, or two signs at once, are an alarm. It is raised when that begins.
 
 Everything is a function of the records so far: a resumed run that reads them again goes on as if it had never stopped.
@@ -29,7 +29,6 @@ Record = Mapping[str, Any]
 MIN_KL = 1e-3
 """Nats per token; a sampler within this of the policy is not called far from it, however much less that was before."""
 
-_BIN = "mismatch/pos_"
 _TINY = 1e-6
 """Smallest entropy or length that is told from 0."""
 _LARGEST = 99.0
@@ -52,9 +51,11 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one step looks like. sizes: per judged signal, 0 while it is no more than noise. alarm: whether `signs` together are one;
-    raised: whether it begins at this step. last_calm: last step before the signs at which no signal was past its limit, 0 for
-    none."""
+    """What one step looks like.
+
+    sizes: per judged signal, 0 while it is no more than noise. alarm: whether `signs` together are one; raised: whether it begins
+    at this step. last_calm: last step before the signs at which no signal was past its limit, 0 for none.
+    """
 
     sizes: Mapping[str, float]
     signs: tuple[Sign, ...]
@@ -178,25 +179,6 @@ class Watcher:
         verb = "fell" if level < usual else "rose"
         reason = f"{signal.words} {verb} from {was:.3g} to {now:.3g} (allowed: {signal.allowed}) since step {since}"
         return Sign(signal.name, lasting, since, reason), moved(recent[-1])
-
-
-def kl_rise(record: Record) -> float | None:
-    """How much the KL of sampler and policy rises from the first bin of positions to the last, nats: by the line through the bins,
-    weighted by tokens. None with fewer than two bins.
-
-    record: with metrics `mismatch/pos_<start>/kl` and `…/tokens`.
-    """
-    starts = sorted(int(k.removeprefix(_BIN).split("/")[0]) for k in record if k.startswith(_BIN) and k.endswith("/kl"))
-    if len(starts) < 2:
-        return None
-    kl = [float(record[f"{_BIN}{start}/kl"]) for start in starts]
-    tokens = [float(record[f"{_BIN}{start}/tokens"]) for start in starts]
-    total = sum(tokens)
-    centre = sum(w * x for w, x in zip(tokens, starts, strict=True)) / total
-    mean = sum(w * y for w, y in zip(tokens, kl, strict=True)) / total
-    spread = sum(w * (x - centre) ** 2 for w, x in zip(tokens, starts, strict=True))
-    slope = sum(w * (x - centre) * (y - mean) for w, x, y in zip(tokens, starts, kl, strict=True)) / spread
-    return slope * (starts[-1] - starts[0])
 
 
 def _signals(config: AlarmConfig) -> tuple[_Signal, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from leanroll.config import RLConfig
-from leanroll.measure.alarm import Watcher, kl_rise
+from leanroll.measure.alarm import Watcher
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
@@ -150,13 +150,11 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         """Look for signs of collapse, and answer them."""
         if self.alarm is None:
             return {}
-        rise = kl_rise(metrics)
-        derived = {} if rise is None else {"mismatch/rise": rise}
-        verdict = self.alarm.observe({"step": step, **metrics, **derived})
+        verdict = self.alarm.observe({"step": step, **metrics})
         if verdict.raised:
             text = f"step {step} may have collapsed: {verdict.text()}."
             self.react(text, self.config.alarm.on_alarm, verdict.last_calm)
-        return derived | verdict.metrics()
+        return verdict.metrics()
 
     def on_resume(self, step: int) -> None:
         if self.alarm is not None:
