@@ -302,8 +302,9 @@ def _check_alarm(alarm: AlarmConfig, train: TrainConfig) -> None:
         need = 1 + -(-(alarm.patience - 1) // train.save_every)
         raise ValueError(
             f"alarm.on_alarm is 'roll_back', but the {train.keep_checkpoints} checkpoints that train.keep_checkpoints keeps can "
-            f"all be from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 for
-        all" )
+            f"all be from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 "
+            "for all"
+        )
 
 
 def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:

@@ -4,7 +4,8 @@ Sparse rollouts too far from the policy end in a known way: completions shrink, 
 the acceptance falls (Sparrow, arXiv 2606.08446); any RL run can lose its entropy or its reward. One number seldom tells a collapse
 from noise or from learning, so the signals are judged together:
 
-- A signal is compared with its median over a reference window of steps, which lies before the recent ones.
+- A signal is compared with its median over a reference window of steps, which lies before the recent ones and before those past
+  the limit.
 - Its size is how far it has moved, in multiples of its limit in [alarm]. It is a sign while each of the last `patience` steps is
   past the limit, and their median is further from the reference's than the noise of the reference (median absolute deviations).
 - One sign that is `hard` times past its limit, or two signs at once, are an alarm. It is raised when that begins.
@@ -74,10 +75,12 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Series:
-    """Values of a signal, at ascending steps; those that were not measured are missing."""
+    """Values of a signal, at ascending steps; those that were not measured are missing. past_since: first step past the limit,
+    while not all recent ones are within it again."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    past_since: int | None = None
 
     def add(self, step: int, value: float) -> None:
         self.steps.append(step)
@@ -158,9 +161,12 @@ class Watcher:
         start = min(bisect_right(series.steps, step - config.patience), len(series.steps) - least)
         since, recent = series.steps[start], series.values[start:]
         assert self._first is not None
-        low = self._first if config.reference == "start" else since - config.window
+        # Steps past the limit stay out of the reference, or a second sign would come when the first one is forgotten; but what has
+        # lasted for a window is becoming the new normal.
+        end = since if series.past_since is None else max(min(since, series.past_since), step - config.window)
+        low = self._first if config.reference == "start" else end - config.window
         reference = series.between(low, low + config.window)
-        if since - self._first < config.window or len(reference) < MIN_REFERENCE:
+        if end - self._first < config.window or len(reference) < MIN_REFERENCE:
             return None
         usual = median(reference)
         noise = config.num_mads * median(abs(value - usual) for value in reference)
@@ -172,13 +178,18 @@ class Watcher:
             way = {"fall": -change, "rise": change, "both": abs(change)}[signal.direction]
             return max(way, 0.0) / limit if limit > 0 else (math.inf if way > 0 else 0.0)
 
+        sizes = [moved(value) for value in recent]
+        if sizes[-1] >= 1.0 and series.past_since is None:
+            series.past_since = series.steps[-1]
+        elif max(sizes) < 1.0:
+            series.past_since = None
         level = median(recent)
         one_way = len({value > usual for value in recent}) == 1
-        lasting = min(map(moved, recent)) if one_way and abs(level - usual) > noise else 0.0
+        lasting = min(sizes) if one_way and abs(level - usual) > noise else 0.0
         was, now = signal.show(usual), signal.show(level)
         verb = "fell" if level < usual else "rose"
         reason = f"{signal.words} {verb} from {was:.3g} to {now:.3g} (allowed: {signal.allowed}) since step {since}"
-        return Sign(signal.name, lasting, since, reason), moved(recent[-1])
+        return Sign(signal.name, lasting, since, reason), sizes[-1]
 
 
 def _signals(config: AlarmConfig) -> tuple[_Signal, ...]:
