@@ -13,9 +13,9 @@ BIN_TOKENS = 128
 
 RUN_PLOTS = [
     "Reward", "Rewards by name", "Tail acceptance by length", "Acceptance of the sampler",
-    "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position", "Completion length",
-    "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm", "Speed of rollouts", "Time per phase",
-]  # fmt: skip
+    "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position",
+    "Signs of collapse", "Completion length", "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm", "Speed of rollouts",
+"Time per phase", ]  # fmt: skip
 """Plots on the page of `write_run`, in order."""
 DISTILL_PLOTS = [
     "Reward", "Rewards by name", "Held-out completion length", "KL of student and teacher", "Entropy",
@@ -64,6 +64,8 @@ def _training(step: int) -> dict[str, float]:
             f"{prefix}kl": spread**2 / 2, f"{prefix}ratio_mean": 1.0, f"{prefix}ratio_p05": 1 - spread,
             f"{prefix}ratio_p50": 1.0, f"{prefix}ratio_p95": 1 + spread, f"{prefix}tokens": 2000 >> number,
         }  # fmt: skip
+    if step > 4:
+        metrics |= {"alarm/length": 0.1, "alarm/entropy": 0.2, "alarm/reward": 0.0, "alarm/raised": 0}
     if step % 3 == 1:
         metrics |= {"time/measure_s": 3.0}
         metrics |= {"alpha/p05": 0.9, "alpha/mean": 0.96, "alpha/share_above_0999": 0.06, "alpha/tokens": 1100}

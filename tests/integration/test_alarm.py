@@ -40,8 +40,8 @@ def recipe(model: Path, run: Path, **changes: Any) -> Any:
     config = tiny_recipe(
         model, run, train__steps=STEPS, train__save_every=1, train__keep_checkpoints=0, eval__num_prompts=0,
         eval__num_samples=None, measure__alpha_every=0, measure__alpha_trajectories=None, rl__prompts_per_step=2,
-        rollout__max_completion_length=6, **{k: v for k, v in changes.items() if not k.startswith("alarm")},
-    )  # fmt: skip
+        rollout__max_completion_length=6, rollout__schedule="dense", **{k: v for k, v in changes.items() if not
+    k.startswith("alarm")}, )  # fmt: skip
     # Other signs may come and go by chance in so short a run.
     alarm = {"window": 4, "patience": 2, "length_factor": 0.0, "entropy_factor": 0.0, "kl_growth": 0.0}
     alarm |= {k.removeprefix("alarm__"): v for k, v in changes.items() if k.startswith("alarm")}

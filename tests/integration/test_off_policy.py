@@ -20,7 +20,7 @@ from leanroll.train import rl, update
 from leanroll.train.update import TrainingGroup
 from tests.recipe import save_tiny_model, tiny_recipe
 
-LIMITS = {"geo_mask_low": 0.9, "geo_mask_high": 1.12, "token_veto_high": 2.2, "m2_threshold": 0.05}
+LIMITS = {"geo_mask_low": 0.9, "geo_mask_high": 1.12, "token_veto_high": 1.9, "m2_threshold": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_gradient_is_the_naive_one(
     Spy(monkeypatch, before)
     run = tmp_path / "run"
     config = tiny_recipe(
-        model, run, train__steps=1, train__micro_batch_tokens=micro_batch_tokens, eval__num_prompts=0,
+        model, run, train__steps=1, train__micro_batch_tokens=micro_batch_tokens, eval__num_prompts=0, rollout__schedule="dense",
         eval__num_samples=None, optimizer__max_grad_norm=0.0, rl__loss_type=loss_type, measure__bin_tokens=4,
         **{f"rl__{name}": value for name, value in LIMITS.items()},
     )  # fmt: skip
@@ -147,8 +147,8 @@ def test_a_step_that_is_all_rejected_updates_nothing_and_says_why(
     Spy(monkeypatch, lambda policy, groups: off_policy(policy, groups, 2.0))
     run = tmp_path / "run"
     config = tiny_recipe(
-        model, run, train__steps=1, eval__num_prompts=0, eval__num_samples=None, rl__token_veto_high=1.05,
-        rl__num_iterations=2,
+        model, run, train__steps=1, rollout__schedule="dense", eval__num_prompts=0, eval__num_samples=None,
+        rl__token_veto_high=1.05, rl__num_iterations=2,
     )  # fmt: skip
     rl.run(config, quiet=True)
     record = RunDir.open(run).read_metrics()[1]
@@ -164,7 +164,7 @@ def test_outliers_alone_leave_the_divisor(model: Path, tmp_path: Path, monkeypat
     Spy(monkeypatch, lambda policy, groups: off_policy(policy, groups, 0.3))
     run = tmp_path / "run"
     config = tiny_recipe(
-        model, run, train__steps=1, eval__num_prompts=0, eval__num_samples=None, rl__m2_threshold=1e-12,
+        model, run, train__steps=1, rollout__schedule="dense", eval__num_prompts=0, eval__num_samples=None, rl__m2_threshold=1e-12,
         rl__importance_sampling_mode="off",
     )  # fmt: skip
     rl.run(config, quiet=True)

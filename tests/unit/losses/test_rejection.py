@@ -108,11 +108,11 @@ def test_as_few_as_possible_go(log_ratios, bound):
 def test_the_order_of_sequences_does_not_matter(order):
     """Nor does what is packed beside them."""
     limits = RatioLimits(geo_high=1.19, veto_low=0.2, m2=0.3)
-    log_ratio = torch.cat([RATIOS.log()[IDS == s] for s in order])
-    ids = torch.cat([torch.full((int((IDS == s).sum()),), i) for i, s in enumerate(order)])
+    log_ratio = torch.cat([RATIOS.log()[s == IDS] for s in order])
+    ids = torch.cat([torch.full((int((s == IDS).sum()),), i) for i, s in enumerate(order)])
     straight, shuffled = reject(RATIOS.log(), IDS, 4, limits), reject(log_ratio, ids, 4, limits)
     assert shuffled.sequences.tolist() == straight.sequences[list(order)].tolist()
-    outliers = torch.cat([straight.outliers[IDS == s] for s in order])
+    outliers = torch.cat([straight.outliers[s == IDS] for s in order])
     assert shuffled.outliers.tolist() == outliers.tolist()
 
 
