@@ -13,9 +13,10 @@ BIN_TOKENS = 128
 
 RUN_PLOTS = [
     "Reward", "Rewards by name", "Tail acceptance by length", "Acceptance of the sampler",
-    "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position",
-    "Signs of collapse", "Completion length", "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm", "Speed of rollouts",
-"Time per phase", ]  # fmt: skip
+    "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position", "Signs of collapse",
+    "Completion length", "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm",
+    "Speed of rollouts", "Time per phase",
+]  # fmt: skip
 """Plots on the page of `write_run`, in order."""
 DISTILL_PLOTS = [
     "Reward", "Rewards by name", "Held-out completion length", "KL of student and teacher", "Entropy",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -71,6 +71,10 @@ class Verdict:
     def text(self) -> str:
         """The signs in words."""
         return "; ".join(sign.reason for sign in self.signs)
+
+    def to_json(self) -> dict[str, Any]:
+        """For diagnosis/ in the run directory."""
+        return {"last_calm": self.last_calm, "signs": [asdict(sign) for sign in self.signs]}
 
 
 @dataclass(slots=True)
@@ -139,7 +143,7 @@ class Watcher:
             judged = self._judge(signal, step)
             if judged is not None:
                 sign, newest = judged
-                sizes[signal.name] = min(sign.size, _LARGEST)
+                sizes[signal.name] = sign.size
                 calm &= newest < 1.0
                 if sign.size >= 1.0:
                     signs.append(sign)
@@ -185,7 +189,7 @@ class Watcher:
             series.past_since = None
         level = median(recent)
         one_way = len({value > usual for value in recent}) == 1
-        lasting = min(sizes) if one_way and abs(level - usual) > noise else 0.0
+        lasting = min(*sizes, _LARGEST) if one_way and abs(level - usual) > noise else 0.0
         was, now = signal.show(usual), signal.show(level)
         verb = "fell" if level < usual else "rose"
         reason = f"{signal.words} {verb} from {was:.3g} to {now:.3g} (allowed: {signal.allowed}) since step {since}"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import html
-from typing import Any
-
-from leanroll.config import AlarmConfig
-from leanroll.measure.alarm import Watcher
-from leanroll.report.curves import Panel, Records
+from leanroll.report.curves import Panel
 from leanroll.report.layout import table
+from leanroll.rundir import RunDir
 
 SIGNS = Panel(
     "Signs of collapse",
@@ -24,13 +20,10 @@ SIGNS = Panel(
 )
 
 
-def alarm_table(records: Records, config: dict[str, Any]) -> str:
-    """The alarms of a run with their reasons, read again from its records; empty without any.
-
-    config: the run's resolved recipe.
-    """
-    if not any(r.get("alarm/raised") for r in records):
+def alarm_table(run: RunDir) -> str:
+    """The alarms of a run with their reasons, also those before which it went back; empty without any."""
+    alarms = run.read_alarms()
+    if not alarms:
         return ""
-    raised = [(step, v) for step, v in Watcher(AlarmConfig(**config.get("alarm", {}))).replay(records) if v.raised]
-    rows = [[str(step), html.escape(verdict.text()), str(verdict.last_calm)] for step, verdict in raised]
+    rows = [[str(a["step"]), "; ".join(s["reason"] for s in a["signs"]), str(a["last_calm"])] for a in alarms]
     return "<h2>Alarms</h2>" + table(["step", "what was wrong", "last calm step"], rows)

@@ -79,7 +79,7 @@ def rl_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]
     """Parts of the page, below its title; empty where the run has no data."""
     return [
         summary_table(records, _SUMMARY),
-        alarm_table(records, config),
+        alarm_table(run),
         "<h2>Curves</h2>",
         grid(_figures(run, records, config)),
         acceptance_table(records),

@@ -152,6 +152,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             return {}
         verdict = self.alarm.observe({"step": step, **metrics})
         if verdict.raised:
+            self.run.write_alarm(step, verdict.to_json())
             text = f"step {step} may have collapsed: {verdict.text()}."
             self.react(text, self.config.alarm.on_alarm, verdict.last_calm)
         return verdict.metrics()
