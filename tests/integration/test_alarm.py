@@ -111,16 +111,22 @@ def test_without_a_checkpoint_to_go_back_to_nothing_is_dropped(
     assert (run / "checkpoints" / "step-000006").is_dir()
 
 
-def test_off_watches_nothing_and_the_command_fails_when_it_stops(model: Path, tmp_path: Path) -> None:
+def test_off_watches_nothing(model: Path, tmp_path: Path) -> None:
     config = tiny_recipe(model, tmp_path / "off", train__steps=1, rollout__schedule="dense")
     rl.run(config.with_values(alarm=AlarmConfig(on_alarm="off")), quiet=True)
     assert not any(name.startswith("alarm/") for r in metrics(tmp_path / "off") for name in r)
+
+
+def test_the_command_fails_when_it_stops_and_the_reason_is_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leanroll.cli.rl.write_page", lambda run, say: None)  # plots take longer than the run
     path = tmp_path / "recipe.toml"
     path.write_text(to_toml(recipe(model, tmp_path / "stopped", alarm__on_alarm="stop")))
     assert main(["rl", str(path)]) == 1
-    page = (tmp_path / "stopped" / "report.html").read_text()
-    assert '<td class="n">6</td>' in page
-    assert "mean reward fell from 1 to 0" in page
+    (alarm,) = RunDir.open(tmp_path / "stopped").read_alarms()
+    assert (alarm["step"], alarm["last_calm"]) == (6, 4)
+    assert alarm["signs"][0]["reason"] == "mean reward fell from 1 to 0 (allowed: 45% less) since step 5"
 
 
 @pytest.mark.parametrize(
