@@ -12,6 +12,7 @@ runs/quickstart-20260102-030405/
   full-step.json          a step against one of full rollouts (distill.compare_full)
   checkpoints/step-000012/      Hugging Face / peft format plus the trainer's state
   diagnosis/                    what was saved when a run stopped on its own
+  diagnosis/alarm-000012.json   a collapse alarm of that step, in words; it stays when the run goes back before it
   profile/                what `leanroll profile` found after training
   report.html             the page of `leanroll report`
   .lock                         held while a process trains here (leanroll.rundir_lock)
@@ -195,6 +196,18 @@ class RunDir:
         path = self.path / EVAL / TEACHER_EVAL
         write_json(path, result)
         return path
+
+    def write_alarm(self, step: int, alarm: Mapping[str, Any]) -> Path:
+        """Write what a collapse alarm said, atomically; the step is added."""
+        path = self.diagnosis_path(f"alarm-{step:06d}.json")
+        write_json(path, {"step": step, **alarm})
+        return path
+
+    def read_alarms(self) -> list[dict[str, Any]]:
+        """All that `write_alarm` wrote, in step order."""
+        paths = (self.path / DIAGNOSIS).glob("alarm-*.json")
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        return sorted(found, key=lambda alarm: int(alarm["step"]))
 
     def truncate_after(self, step: int) -> None:
         """Forget everything later than `step`, for resuming from that step's checkpoint.

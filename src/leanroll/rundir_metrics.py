@@ -80,8 +80,20 @@ SCHEMA: dict[str, Metric] = {
         "share", "Tokens whose correction weight was capped or masked (would have been, with mode off)."
     ),
     "sampler_kl": Metric("nats", "KL(q_sampler ‖ p_old) per token, by the estimator k3: mean of r - log r - 1."),
-    # mismatch by completion position, over the tokens that entered the loss; r = p_old / q_sampler. The first token of a
-    # completion has position 0; <start> is the first position of a bin of measure.bin_tokens.
+    # what was too far off policy; shares and moments are of the tokens that could enter the loss
+    "rejected_share/completions": Metric("share", "Completions left out for their ratios, by any of the bounds."),
+    "rejected_share/tokens": Metric("share", "Tokens of those completions."),
+    "rejected_share/geo_mean": Metric("share", "Completions whose geometric mean ratio is outside its bounds."),
+    "rejected_share/token_veto": Metric("share", "Completions with a token whose ratio is outside its bounds."),
+    "m2/before": Metric(
+        "nats²",
+        "Mean squared log ratio of the tokens of completions that were not rejected, before outliers are masked.",
+    ),
+    "m2/after": Metric("nats²", "The same without the masked outliers; at most rl.m2_threshold."),
+    "m2/masked_share": Metric("share", "Tokens of those completions that got weight 0 as outliers."),
+    # mismatch by completion position, over the tokens that could enter the loss: before any cap, mask or rejection by ratio;
+    # r = p_old / q_sampler. The first token of a completion has position 0; <start> is the first position of a bin of
+    # measure.bin_tokens.
     "mismatch/pos_<start>/kl": Metric(
         "nats", "KL(q_sampler ‖ p_old) per token, by the estimator k3: mean of r - log r - 1, positions from <start>."
     ),
@@ -89,7 +101,20 @@ SCHEMA: dict[str, Metric] = {
     "mismatch/pos_<start>/ratio_p05": Metric("1", "5th percentile of r, positions from <start>."),
     "mismatch/pos_<start>/ratio_p50": Metric("1", "Median of r, positions from <start>."),
     "mismatch/pos_<start>/ratio_p95": Metric("1", "95th percentile of r, positions from <start>."),
-    "mismatch/pos_<start>/tokens": Metric("tokens", "Trained tokens at positions from <start>, counted once."),
+    "mismatch/pos_<start>/tokens": Metric(
+        "tokens", "Tokens that could enter the loss at positions from <start>, counted once."
+    ),
+    "mismatch/rise": Metric(
+        "nats",
+        "Rise of that KL from the first bin of positions to the last, by a line through the bins, weighted by tokens.",
+    ),
+    # collapse alarm of RL
+    "alarm/raised": Metric("count", "1 at a step where an alarm begins, else 0."),
+    "alarm/<signal>": Metric(
+        "1",
+        "How many times past its limit in [alarm] a signal has stayed for alarm.patience steps: a sign from 1, an alarm by itself "
+        "from alarm.hard; 0 within its noise.",
+    ),
     # distillation: p student, q teacher, at distill.kl_temperature, over all generated tokens (in the loss or not)
     "distill/num_tokens": Metric("tokens", "Tokens generated per completion at most in the step."),
     "distill/reverse_kl": Metric("nats", "Mean KL(p ‖ q) over the full vocabulary per token."),

@@ -105,6 +105,7 @@ def test_report_does_not_know_the_trainer() -> None:
         "leanroll.report",
         "leanroll.rollout.schedule",
         "leanroll.calibrate.cost",
+        "leanroll.measure.alarm",
         "leanroll.tasks",
         "leanroll.cli.main",
     ],

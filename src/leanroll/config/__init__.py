@@ -4,10 +4,12 @@ config = load_config(RLConfig, "recipes/quickstart.toml", [("rollout.schedule", 
 config.rollout.max_completion_length
 """
 
+from leanroll.config.alarm import AlarmConfig
 from leanroll.config.base import Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.inert import inert_options
 from leanroll.config.load import load_config, parse_value, split_overrides, validate
 from leanroll.config.profile import ProfilingConfig
 from leanroll.config.recipes import (
@@ -22,7 +24,6 @@ from leanroll.config.recipes import (
     RLConfig,
     RunProfileConfig,
     TrainingRecipe,
-    inert_options,
 )
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
 from leanroll.config.sampler import SamplerAdapterConfig
@@ -34,6 +35,7 @@ from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig,
 __all__ = [
     "AdaptConfig",
     "AdapterConfig",
+    "AlarmConfig",
     "AlgorithmConfig",
     "BenchConfig",
     "BenchmarkConfig",

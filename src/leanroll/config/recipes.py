@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+import math
+from typing import Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from leanroll.config.alarm import AlarmConfig
 from leanroll.config.base import Int, Section
 from leanroll.config.benchmark import BenchmarkConfig
 from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
+from leanroll.config.inert import SCORELESS, reject_inert
 from leanroll.config.profile import AFTER_ONLY, BEFORE_ONLY, ProfilingConfig
 from leanroll.config.sampler import SamplerAdapterConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
@@ -33,6 +34,7 @@ class RLConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     measure: MeasureConfig = MeasureConfig()
+    alarm: AlarmConfig = AlarmConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
@@ -75,7 +77,9 @@ class RLConfig(Section):
                 f"rl.overlong_buffer is {rl.overlong_buffer}, more than rollout.max_completion_length = "
                 f"{rollout.max_completion_length}; even an empty completion would be penalised"
             )
+        _check_rejection(rl)
         _check_training(optimizer, self.train, rollout.max_completion_length, "rollout.max_completion_length")
+        _check_alarm(self.alarm, self.train)
         if rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
@@ -359,6 +363,42 @@ def _check_roll_back(every: int, train: TrainConfig) -> None:
         )
 
 
+def _check_rejection(rl: AlgorithmConfig) -> None:
+    """Bounds that another one makes superfluous would be options without effect."""
+    for side, beyond in (("high", lambda mean, token: mean >= token), ("low", lambda mean, token: mean <= token)):
+        mean, token = getattr(rl, f"geo_mask_{side}"), getattr(rl, f"token_veto_{side}")
+        if mean is not None and token is not None and beyond(mean, token):
+            raise ValueError(
+                f"rl.geo_mask_{side} is {mean} and rl.token_veto_{side} is {token}; where no token passes the latter, no mean "
+                f"passes the former. Put rl.geo_mask_{side} nearer to 1, or leave it out"
+            )
+    if rl.m2_threshold is not None and rl.token_veto_low is not None and rl.token_veto_high is not None:
+        largest = max(math.log(rl.token_veto_low) ** 2, math.log(rl.token_veto_high) ** 2)
+        if largest <= rl.m2_threshold:
+            raise ValueError(
+                f"rl.m2_threshold is {rl.m2_threshold}, but rl.token_veto_low and rl.token_veto_high leave no token with a squared "
+                f"log ratio above {largest:.3g}; lower it, or leave it out"
+            )
+
+
+def _check_alarm(alarm: AlarmConfig, train: TrainConfig) -> None:
+    """Going back needs a checkpoint from before the alarm's signs, usually `patience` steps old."""
+    if alarm.on_alarm != "roll_back":
+        return
+    if not 0 < train.save_every <= alarm.window:
+        raise ValueError(
+            f"alarm.on_alarm is 'roll_back' and train.save_every is {train.save_every}; expected 1 to alarm.window = "
+            f"{alarm.window} steps, so that there is a checkpoint to go back to"
+        )
+    if train.keep_checkpoints > 0 and (train.keep_checkpoints - 1) * train.save_every < alarm.patience - 1:
+        need = 1 + -(-(alarm.patience - 1) // train.save_every)
+        raise ValueError(
+            f"alarm.on_alarm is 'roll_back', but the {train.keep_checkpoints} checkpoints that train.keep_checkpoints keeps can "
+            f"all be from the alarm.patience = {alarm.patience} steps in which the alarm builds up; keep {need} or more, or 0 "
+            "for all"
+        )
+
+
 def _check_training(optimizer: OptimizerConfig, train: TrainConfig, longest: int, limit: str) -> None:
     """longest: completion tokens, bounded by the option `limit`."""
     if optimizer.warmup_steps > train.steps:
@@ -383,179 +423,7 @@ def _check_teacher(teacher: TeacherConfig, adapter: AdapterConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class InertRule:
-    """Options that do nothing while `applies` holds: setting one is an error, and resolved files leave it out. A rule counts for
-    recipes that have the tables of its options."""
-
-    options: tuple[str, ...]
-    applies: Callable[[Any], bool]
-    because: str
-
-
-_SCORELESS = "rollout.schedule is 'dense' (every page is read, none is scored)"
-
-INERT_RULES = (
-    InertRule(
-        ("rollout.target", "rollout.calm_steps", "rollout.min_pages", "rollout.max_pages"),
-        lambda c: c.rollout.control == "fixed",
-        "rollout.control is 'fixed' (budgets do not move)",
-    ),
-    InertRule(
-        ("rollout.control",),
-        lambda c: isinstance(c, DistillConfig),
-        "distillation does not measure the sampler's acceptance",
-    ),
-    InertRule(
-        ("measure.alpha_every",),
-        lambda c: c.rollout.control == "hold" and c.measure.alpha_every != 1,
-        "rollout.control is 'hold', which measures acceptance in every step",
-    ),
-    InertRule(
-        ("rl.importance_sampling_cap",),
-        lambda c: c.rl.importance_sampling_mode == "off",
-        "rl.importance_sampling_mode is 'off'",
-    ),
-    InertRule(
-        ("optimizer.decay_steps",), lambda c: c.optimizer.scheduler == "constant", "optimizer.scheduler is 'constant'"
-    ),
-    InertRule(("rl.overlong_penalty",), lambda c: c.rl.overlong_buffer == 0, "rl.overlong_buffer is 0 (no penalty)"),
-    InertRule(("rl.use_bias_correction_kl",), lambda c: c.rl.beta == 0, "rl.beta is 0 (no KL)"),
-    InertRule(
-        ("task.reward_timeout_s",),
-        lambda c: c.task.reward_workers == 0,
-        "task.reward_workers is 0 (in the main process, where time limits do not apply)",
-    ),
-    InertRule(
-        ("adapter.r", "adapter.alpha", "adapter.target_modules", "adapter.dropout", "adapter.path"),
-        lambda c: c.adapter.type == "none",
-        "adapter.type is 'none'",
-    ),
-    InertRule(
-        ("adapter.r", "adapter.alpha", "adapter.target_modules"),
-        lambda c: c.adapter.type == "lora" and c.adapter.path is not None,
-        "adapter.path continues an adapter that has its own",
-    ),
-    InertRule(
-        tuple(
-            f"sampler_adapter.{field}"
-            for field in (
-                "alpha",
-                "target_modules",
-                "learning_rate",
-                "kl_weight",
-                "ppo_weight",
-                "tail_weighting",
-                "tail_share",
-            )
-        ),
-        lambda c: not c.sampler_adapter.is_on,
-        "sampler_adapter.r is 0 (no sampler adapter)",
-    ),
-    InertRule(
-        ("sampler_adapter.r", "sampler_adapter.alpha", "sampler_adapter.target_modules"),
-        lambda c: c.sampler_adapter.path is not None,
-        "sampler_adapter.path continues an adapter that has its own",
-    ),
-    InertRule(
-        ("sampler_adapter.tail_weighting", "sampler_adapter.tail_share"),
-        lambda c: c.sampler_adapter.kl_weight == 0,
-        "sampler_adapter.kl_weight is 0 (no KL)",
-    ),
-    InertRule(
-        ("sampler_adapter.tail_share",),
-        lambda c: c.sampler_adapter.tail_weighting != "cvar",
-        "sampler_adapter.tail_weighting is not 'cvar'",
-    ),
-    InertRule(
-        ("measure.alpha_trajectories", "measure.num_top_logprobs"),
-        lambda c: c.measure.alpha_every == 0,
-        "measure.alpha_every is 0 (never measured)",
-    ),
-    InertRule(
-        ("eval.every", "eval.num_samples", "eval.temperature", "eval.max_completion_length", "eval.seed", "eval.split"),
-        lambda c: c.eval.num_prompts == 0,
-        "eval.num_prompts is 0 (no evaluation)",
-    ),
-    InertRule(
-        (
-            "guard.num_prompts",
-            "guard.num_samples",
-            "guard.on_alarm",
-            "guard.max_cap_rise",
-            "guard.max_loop_rise",
-            "guard.max_repeat_rise",
-            "guard.max_length_factor",
-        ),
-        lambda c: c.guard.every == 0,
-        "guard.every is 0 (no guard)",
-    ),
-    InertRule(
-        (
-            "adapt.min_num_tokens",
-            "adapt.factor",
-            "adapt.extend_below",
-            "adapt.window",
-            "adapt.tail_factor",
-            "adapt.calm_steps",
-        ),
-        lambda c: c.adapt.max_num_tokens == 0,
-        "adapt.max_num_tokens is 0 (N does not adapt)",
-    ),
-    InertRule(
-        ("distill.divergence", "distill.beta", "distill.top_k"),
-        lambda c: not c.distill.asks_teacher,
-        "distill.objective is 'no_teacher'",
-    ),
-    InertRule(
-        ("distill.no_teacher_threshold", "distill.no_teacher_advantage"),
-        lambda c: c.distill.asks_teacher,
-        "distill.objective is 'divergence'",
-    ),
-    InertRule(
-        ("distill.num_tokens", "distill.final_num_tokens", "distill.compare_full"),
-        lambda c: c.distill.full_rollouts,
-        "distill.full_rollouts is true",
-    ),
-    InertRule(
-        ("distill.num_tokens", "distill.final_num_tokens"),
-        lambda c: c.distill.per_prompt_tokens,
-        "distill.per_prompt_tokens is true",
-    ),
-    InertRule(
-        ("teacher.evaluate", "teacher.min_margin"),
-        lambda c: c.eval.num_prompts == 0,
-        "eval.num_prompts is 0 (no evaluation)",
-    ),
-    InertRule(("teacher.min_margin",), lambda c: not c.teacher.evaluate, "teacher.evaluate is false"),
-    InertRule(("teacher.offload",), lambda c: c.teacher.is_student, "the teacher is the student's own base"),
-    InertRule(
-        ("rollout.scorer",),
-        lambda c: c.rollout.schedule == "dense",
-        _SCORELESS,
-    ),
-)
-
-
 def _reject_scorer(config: GenerateConfig | EvaluateConfig | ProfileConfig) -> None:
     # The other rules are about options that only training uses, which these recipes leave aside.
     if config.rollout.schedule == "dense" and "scorer" in config.rollout.model_fields_set:
-        raise ValueError(f"rollout.scorer is set but has no effect, because {_SCORELESS}; remove it or change that")
-
-
-def inert_options(config: TrainingRecipe) -> dict[str, str]:
-    """Options of a training recipe that have no effect there: dotted key → reason."""
-    found: dict[str, str] = {}
-    for rule in INERT_RULES:
-        known = all(option.partition(".")[0] in type(config).model_fields for option in rule.options)
-        if known and rule.applies(config):
-            found.update({option: rule.because for option in rule.options})
-    return found
-
-
-def reject_inert(config: TrainingRecipe) -> None:
-    """Raise ValueError when an option was set explicitly that has no effect."""
-    for option, because in inert_options(config).items():
-        section, _, field = option.partition(".")
-        if field in getattr(config, section).model_fields_set:
-            raise ValueError(f"{option} is set but has no effect, because {because}; remove it or change that")
+        raise ValueError(f"rollout.scorer is set but has no effect, because {SCORELESS}; remove it or change that")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from leanroll.config.alarm import AlarmConfig
+from leanroll.config.inert import inert_options
 from leanroll.config.load import read_toml, validate
 from leanroll.config.recipes import (
     DistillConfig,
@@ -16,11 +18,11 @@ from leanroll.config.recipes import (
     RecipeT,
     RLConfig,
     TrainingRecipe,
-    inert_options,
 )
 
 FREE_ON_RESUME = frozenset(
     {
+        *(f"alarm.{name}" for name in AlarmConfig.model_fields),
         "train.save_every",
         "train.keep_checkpoints",
         "train.trackers",

@@ -51,6 +51,31 @@ class AlgorithmConfig(Section):
         )
     )
     importance_sampling_cap: Float = Field(3.0, gt=0, description="Cap of the correction weight.")
+    geo_mask_low: Float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Completions whose geometric mean of token ratios p_old / q_sampler is lower are left out of the loss. None: "
+        "no bound.",
+    )
+    geo_mask_high: Float | None = Field(
+        None, gt=1, description="The same for a geometric mean that is higher. None: no bound."
+    )
+    token_veto_low: Float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Completions with any token whose ratio is lower are left out of the loss, whole. None: no bound.",
+    )
+    token_veto_high: Float | None = Field(
+        None, gt=1, description="The same for any token whose ratio is higher. None: no bound."
+    )
+    m2_threshold: Float | None = Field(
+        None,
+        gt=0,
+        description="Bound on the mean squared log ratio over the step's tokens, nats²: the tokens with the largest |log ratio| "
+        "get weight 0 until the rest meets it (M2PO, arXiv 2510.01161: 0.04). None: no bound.",
+    )
     num_iterations: Int = Field(1, ge=1, le=64, description="Passes over each rollout batch.")
     num_mini_batches: Int = Field(
         1, ge=1, description="Optimizer updates per pass, each on a share of the groups; at most prompts_per_step."

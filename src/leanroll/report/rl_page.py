@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from leanroll.report.alarm import SIGNS, alarm_table
 from leanroll.report.control import draw_budgets, draw_held_tails
 from leanroll.report.curves import (
     GRADIENT,
@@ -55,6 +56,8 @@ COMMON = (
             ("truncated_share", "completions cut"),
             ("zero_std_share", "groups of equal rewards"),
             ("is_clipped_share", "tokens with capped weight"),
+            ("rejected_share/completions", "completions rejected"),
+            ("m2/masked_share", "tokens masked as outliers"),
         ),
     ),
     GRADIENT,
@@ -77,6 +80,7 @@ def rl_parts(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]
     """Parts of the page, below its title; empty where the run has no data."""
     return [
         summary_table(records, _SUMMARY),
+        alarm_table(run),
         "<h2>Curves</h2>",
         grid(_figures(run, records, config)),
         acceptance_table(records),
@@ -96,6 +100,7 @@ def _figures(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]
         draw_panel(ACCEPTED, records),
         draw_kl_by_position(records, bin_tokens),
         draw_ratio_by_position(records, bin_tokens),
+        draw_panel(SIGNS, records),
         *(draw_panel(panel, records) for panel in COMMON),
         draw_phases(records),
     ]

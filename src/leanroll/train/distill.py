@@ -30,7 +30,7 @@ from leanroll.train.distill_update import DistillBatch, DistillUpdater
 from leanroll.train.evaluation import Evaluation, evaluate
 from leanroll.train.full_step import FullComparison, StepMeasurement
 from leanroll.train.guard import CollapseGuard
-from leanroll.train.loop import Halt, LoopResult
+from leanroll.train.loop import LoopResult
 from leanroll.train.objectives import StudentModule, TeacherRows
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
@@ -272,12 +272,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             return
         assert self.guard is not None
         text = f"step {step} may have collapsed: {'; '.join(alarms)}."
-        action = self.config.guard.on_alarm
-        self.display.say(text)
-        if action == "stop":
-            self.halt = Halt(text)
-        elif action == "roll_back":
-            self.halt = Halt(f"{text} Back to step {self.guard.last_calm}.", self.guard.last_calm)
+        self.react(text, self.config.guard.on_alarm, self.guard.last_calm)
 
     def _adapt(
         self, step: int, controller: NumTokensController, groups: Sequence[RolloutGroup], num_alarms: int

@@ -18,6 +18,7 @@ import numpy as np
 
 from leanroll.config import RLConfig
 from leanroll.errors import ConfigError
+from leanroll.measure.alarm import Watcher
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
@@ -48,12 +49,13 @@ class RunSummary:
 
     before, after: held-out mean reward. alpha_p05: 5th percentile of exact acceptance at the last measurement.
     kv_share_read: of the last step, where budgets moved (rollout.control = "hold"); else None.
-    interrupted: stopped by Ctrl-C after `last_step`; resume to go on.
+    interrupted: stopped by Ctrl-C after `last_step`; resume to go on. halted: why the alarm stopped it.
     """
 
     run_dir: Path
     last_step: int
     interrupted: bool
+    halted: str | None
     before: float | None
     after: float | None
     alpha_p05: float | None
@@ -74,6 +76,8 @@ class RunSummary:
             parts.append(f"tokens/s dense {self.speed.dense:,.0f}, sparse {self.speed.sparse:,.0f}")
         if self.interrupted:
             parts.append(f"interrupted after step {self.last_step}, continue with --resume")
+        if self.halted is not None:
+            parts.append(f"stopped by itself: {self.halted}")
         return " · ".join([*parts, str(self.run_dir)])
 
 
@@ -125,6 +129,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             self.held = HeldSchedule(schedule, config.rollout, longest)
             self._use(self.held.schedule)
         self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
+        self.alarm = None if config.alarm.on_alarm == "off" else Watcher(config.alarm)
         self._reference: Policy | None = None
         if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
             # Without its adapter the policy is where a new adapter starts, but not where a loaded one does, be it named by
@@ -160,7 +165,8 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         updater = PolicyUpdater(
             self.policy, self.module, self.stepper, self.config, self.run, self.display, self._reference
         )
-        metrics |= self._update_both(step, batch.training, updater) | self.memory()
+        metrics |= self._update_both(step, batch.training, updater)
+        metrics |= self._watch(step, metrics) | self.memory()
         if self.held is not None:
             # Not before: a step that fails leaves the state of the one before it.
             control, moves = self.held.observe(step, sample, rates)
@@ -177,6 +183,8 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
 
     def on_resume(self, step: int) -> None:
         self._write_schedule()
+        if self.alarm is not None:
+            self.alarm.replay(self.run.read_metrics())
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -237,6 +245,17 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         with self.display.phase("sampler"):
             return metrics | self.sampler.update(step, plain, targets, PolicyTerms.of(self.config, groups))
 
+    def _watch(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Look for signs of collapse, and answer them."""
+        if self.alarm is None:
+            return {}
+        verdict = self.alarm.observe({"step": step, **metrics})
+        if verdict.raised:
+            self.run.write_alarm(step, verdict.to_json())
+            text = f"step {step} may have collapsed: {verdict.text()}."
+            self.react(text, self.config.alarm.on_alarm, verdict.last_calm)
+        return verdict.metrics()
+
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}", f"reward {metrics['reward/mean']:.3f}"]
         if "eval/reward/mean" in metrics:
@@ -269,7 +288,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
 
 
 def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) -> RunSummary:
-    speed = None if result.interrupted else trainer.speed()
+    speed = None if result.interrupted or result.halted is not None else trainer.speed()
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     alphas = [r["alpha/p05"] for r in records if "alpha/p05" in r]
@@ -278,6 +297,7 @@ def _summary(trainer: RLTrainer, run: RunDir, result: LoopResult, began: float) 
         run_dir=run.path,
         last_step=result.last_step,
         interrupted=result.interrupted,
+        halted=result.halted,
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
         alpha_p05=alphas[-1] if alphas else None,

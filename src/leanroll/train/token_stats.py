@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from leanroll.train.mismatch import mismatch_by_position
+from leanroll.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,8 @@ class TokenRecord:
     """What one micro-batch leaves behind, on the CPU. Arrays are [R], R its completion tokens; all tokens, masked or
     not.
 
-    positions: index in the completion. sums: the sums of `policy_loss` over unmasked tokens. clipped: of `correction`.
+    positions: index in the completion. mask: tokens in the loss. could: those and the tokens of completions that were rejected for
+    their ratios. sums: the sums of `policy_loss` over unmasked tokens. clipped: of `correction`.
     """
 
     old: np.ndarray
@@ -25,6 +28,7 @@ class TokenRecord:
     entropy: np.ndarray
     weights: np.ndarray
     mask: np.ndarray
+    could: np.ndarray
     sample_ids: np.ndarray
     positions: np.ndarray
     clipped: np.ndarray
@@ -40,6 +44,7 @@ class TokenRecord:
         entropy: Tensor,
         weights: Tensor | None,
         mask: Tensor,
+        could: Tensor,
         sample_ids: Tensor,
         positions: Tensor,
         clipped: Tensor,
@@ -54,10 +59,31 @@ class TokenRecord:
             entropy=array(entropy),
             weights=array(torch.ones_like(old) if weights is None else weights),
             mask=array(mask),
+            could=array(could),
             sample_ids=array(sample_ids),
             positions=array(positions),
             clipped=array(clipped),
             sums={name: float(value) for name, value in sums.items()},
+        )
+
+    @classmethod
+    def unused(cls, rollouts: Sequence[Rollout], old: Sequence[Tensor], could: Sequence[bool]) -> TokenRecord:
+        """Of rollouts that are not trained on; it holds their ratios. old: log-probs [T] of each; could: of each."""
+        flat = torch.cat(list(old))
+        lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+        none = torch.zeros_like(flat)
+        return cls.of(
+            old=flat,
+            sampler=torch.tensor([x for r in rollouts for x in r.logprobs]),
+            logprobs=flat,
+            entropy=none,
+            weights=none,
+            mask=none.bool(),
+            could=torch.tensor(could).repeat_interleave(lengths),
+            sample_ids=torch.arange(len(lengths)).repeat_interleave(lengths),
+            positions=torch.cat([torch.arange(int(n)) for n in lengths]),
+            clipped=none.bool(),
+            sums={},
         )
 
 
@@ -74,46 +100,54 @@ class TokenStats:
         self._records.append(record)
 
     def metrics(self) -> dict[str, float]:
-        """Empty when no token entered the loss."""
+        """What is said of ratios is said of all tokens that could enter the loss; empty without any."""
+        records = [r for r in self._records if r.could.any()]
+        if not records:
+            return {}
+        log_ratio = np.concatenate([(r.old - r.sampler)[r.could] for r in records]).astype(np.float64)
+        sequences = np.concatenate([_per_sequence(r) for r in records])
+        ratio = np.exp(log_ratio)
+        metrics = self._of_the_loss() | {
+            "ratio/mean": float(ratio.mean()),
+            "ratio/min": float(ratio.min()),
+            "ratio/max": float(ratio.max()),
+            "log_ratio/abs_mean": float(np.abs(log_ratio).mean()),
+            "sampler_kl": float((ratio - log_ratio - 1.0).mean()),
+        }
+        for percent in (1, 5, 50, 95, 99):
+            metrics[f"log_ratio/p{percent:02d}"] = float(np.percentile(log_ratio, percent))
+        for percent in (1, 50, 99):
+            metrics[f"sequence_log_ratio/p{percent:02d}"] = float(np.percentile(sequences, percent))
+        positions = np.concatenate([r.positions[r.could] for r in records])
+        return metrics | mismatch_by_position(
+            log_ratio, positions, bin_tokens=self._bin_tokens, num_passes=self._num_passes
+        )
+
+    def _of_the_loss(self) -> dict[str, float]:
+        """Of the tokens in the loss; empty without any."""
         records = [r for r in self._records if r.mask.any()]
         if not records:
             return {}
-        log_ratio = np.concatenate([(r.old - r.sampler)[r.mask] for r in records]).astype(np.float64)
-        weights = np.concatenate([r.weights[r.mask] for r in records])
-        sequences = np.concatenate([_per_sequence(r) for r in records])
         total = {key: sum(r.sums.get(key, 0.0) for r in records) for key in records[0].sums}
         tokens = total["num_tokens"]
-        ratio = np.exp(log_ratio)
         metrics = {
             "entropy": total["entropy"] / tokens,
             "clip_share/low": total["clipped_low"] / tokens,
             "clip_share/high": total["clipped_high"] / tokens,
             "policy_ratio/mean": total["ratio"] / tokens,
             "approx_kl": total["kl_old"] / tokens,
-            "ratio/mean": float(ratio.mean()),
-            "ratio/min": float(ratio.min()),
-            "ratio/max": float(ratio.max()),
-            "ratio/weight_mean": float(weights.mean()),
-            "log_ratio/abs_mean": float(np.abs(log_ratio).mean()),
+            "ratio/weight_mean": float(np.concatenate([r.weights[r.mask] for r in records]).mean()),
             "is_clipped_share": float(np.concatenate([r.clipped[r.mask] for r in records]).mean()),
-            "sampler_kl": float((ratio - log_ratio - 1.0).mean()),
         }
         if "clipped_dual" in total:
             metrics["clip_share/dual"] = total["clipped_dual"] / tokens
         if "kl_ref" in total:
             metrics["kl_to_ref"] = total["kl_ref"] / tokens
-        for percent in (1, 5, 50, 95, 99):
-            metrics[f"log_ratio/p{percent:02d}"] = float(np.percentile(log_ratio, percent))
-        for percent in (1, 50, 99):
-            metrics[f"sequence_log_ratio/p{percent:02d}"] = float(np.percentile(sequences, percent))
-        positions = np.concatenate([r.positions[r.mask] for r in records])
-        return metrics | mismatch_by_position(
-            log_ratio, positions, bin_tokens=self._bin_tokens, num_passes=self._num_passes
-        )
+        return metrics
 
 
 def _per_sequence(record: TokenRecord) -> np.ndarray:
     """Log ratios summed over each completion of the record."""
-    ids = record.sample_ids[record.mask]
-    sums = np.bincount(ids, weights=(record.old - record.sampler)[record.mask])
+    ids = record.sample_ids[record.could]
+    sums = np.bincount(ids, weights=(record.old - record.sampler)[record.could])
     return sums[np.unique(ids)]

@@ -140,6 +140,19 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             metrics[f"eval/{key}"] = record[key]
         return metrics
 
+    def react(self, alarm: str, action: str, last_calm: int) -> None:
+        """Answer an alarm that stands in words: "warn" says it, "stop" halts too, "roll_back" halts and goes back to the newest
+        checkpoint of step `last_calm` or before (0: to before training)."""
+        self.display.say(alarm)
+        if action == "stop":
+            self.halt = Halt(alarm)
+        elif action == "roll_back":
+            target = max((step for step in self.run.checkpoint_steps() if step <= last_calm), default=0)
+            if last_calm and not target:
+                self.halt = Halt(f"{alarm} No checkpoint of step {last_calm} or before is left; this step was saved.")
+            else:
+                self.halt = Halt(f"{alarm} Back to step {target}.", target)
+
     # -- the run ------------------------------------------------------------------------------------------------------
 
     def train(self, run: RunDir) -> LoopResult:

@@ -2,7 +2,8 @@
 
 Old log-probs: the loss compares the policy with itself before the first update on a rollout batch. When the batch
 gives exactly one update (one pass, one mini-batch) those are the update's own log-probs, detached, so no separate
-scoring pass is run; otherwise a pass over the whole batch comes first. Both are the trainer's dense forward, never
+scoring pass is run; otherwise, and where completions or tokens are rejected for their ratios, which must be decided
+before the first micro-batch, a pass over the whole batch comes first. Both are the trainer's dense forward, never
 the sampler's log-probs; what the sampler was is put right by the importance correction.
 
 Normalisers are computed per update over all of its micro-batches, so gradients do not depend on
@@ -29,6 +30,7 @@ from leanroll.models import Policy
 from leanroll.rundir import RunDir
 from leanroll.train.diagnosis import write_diagnosis
 from leanroll.train.progress import RunDisplay
+from leanroll.train.rejection import ratio_limits, reject_rollouts
 from leanroll.train.stepper import Stepper
 from leanroll.train.token_stats import TokenRecord, TokenStats
 from leanroll.types import Rollout, RolloutGroup
@@ -44,11 +46,21 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One mini-batch. old, ref: per rollout, in order, log-probs [T]; None where not needed."""
+    """One mini-batch; what follows the groups has one entry per rollout, in order.
+
+    old, ref: log-probs [T]; None where not needed. rejected: for its ratios. outliers: bool [T], tokens whose weight is 0; None
+    where not looked for.
+    """
 
     groups: Sequence[TrainingGroup]
     old: Sequence[Tensor] | None
     ref: Sequence[Tensor] | None
+    rejected: Sequence[bool]
+    outliers: Sequence[Tensor] | None
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [r for g in self.groups for r in g.group.rollouts]
 
 
 class PolicyUpdater:
@@ -69,6 +81,7 @@ class PolicyUpdater:
         self._policy, self._module, self._stepper = policy, module, stepper
         self._config, self._run, self._display = config, run, display
         self._reference = reference
+        self._limits = ratio_limits(config.rl)
 
     def update(self, step: int, groups: Sequence[TrainingGroup]) -> dict[str, float]:
         """All passes over the groups; returns metrics.
@@ -78,16 +91,19 @@ class PolicyUpdater:
         """
         rl, optimizer = self._config.rl, self._config.optimizer
         factor = optimizer.rate_factor(step, self._config.train.steps)
-        parts = self._parts(groups)
+        parts, metrics = self._parts(groups)
         stats = TokenStats(bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations)
         losses: list[float] = []
         norms: list[float] = []
-        tokens = sum(len(r.token_ids) for g in groups for r in g.group.rollouts if self._counts(r))
-        metrics: dict[str, float] = {"trained_tokens": tokens}
+        tokens = sum(sum(self._lengths(part)) for part in parts)
+        metrics["trained_tokens"] = tokens
         for _ in range(rl.num_iterations):
             for part in parts:
-                if not any(self._counts(r) for g in part.groups for r in g.group.rollouts):
-                    continue  # every completion was cut and masked: nothing to learn from, and AdamW must not coast
+                if self._is_empty(part):  # nothing to learn from, and AdamW must not coast
+                    if part.old is not None:
+                        could = [self._counts(r) for r in part.rollouts]
+                        stats.add(TokenRecord.unused(part.rollouts, part.old, could))
+                    continue
                 with self._display.phase("update"):
                     loss, norm = self._update_once(step, part, tokens / len(parts), factor, stats)
                 losses.append(loss)
@@ -100,13 +116,27 @@ class PolicyUpdater:
     def _counts(self, rollout: Rollout) -> bool:
         return not (self._config.rl.mask_truncated_completions and rollout.finish_reason == "length")
 
-    def _parts(self, groups: Sequence[TrainingGroup]) -> list[_Part]:
-        """Cut into mini-batches, with the log-probs that must be known before the first update."""
+    def _lengths(self, part: _Part) -> list[int]:
+        """Tokens of each rollout in the loss. Outliers have weight 0 there, but they are in it."""
+        return [
+            0 if rejected or not self._counts(r) else len(r.token_ids)
+            for r, rejected in zip(part.rollouts, part.rejected, strict=True)
+        ]
+
+    def _is_empty(self, part: _Part) -> bool:
+        """Whether every token is masked, rejected or an outlier."""
+        lengths = self._lengths(part)
+        if part.outliers is None:
+            return not any(lengths)
+        return all(not n or bool(o.all()) for n, o in zip(lengths, part.outliers, strict=True))
+
+    def _parts(self, groups: Sequence[TrainingGroup]) -> tuple[list[_Part], dict[str, float]]:
+        """Cut into mini-batches, with what must be known before the first update; and metrics of what was rejected."""
         rl = self._config.rl
         count = min(rl.num_mini_batches, len(groups))
         plain = [g.group for g in groups]
         old = ref = None
-        if count > 1 or rl.num_iterations > 1:
+        if groups and (count > 1 or rl.num_iterations > 1 or self._limits.active):
             with self._display.phase("score"):
                 old = self._score(self._policy, plain)
         if rl.beta > 0:
@@ -116,14 +146,26 @@ class PolicyUpdater:
                 else:
                     with self._policy.adapter_disabled():
                         ref = self._score(self._policy, plain)
+        rejected = None
+        if old is not None and self._limits.active:
+            rollouts = [r for g in plain for r in g.rollouts]
+            rejected = reject_rollouts(self._limits, rollouts, old, [self._counts(r) for r in rollouts])
         parts: list[_Part] = []
         first = 0
         for indices in np.array_split(np.arange(len(groups)), count) if groups else []:
             chosen = [groups[i] for i in indices]
             last = first + sum(len(g.group.rollouts) for g in chosen)
-            parts.append(_Part(chosen, old and old[first:last], ref and ref[first:last]))
+            parts.append(
+                _Part(
+                    chosen,
+                    old and old[first:last],
+                    ref and ref[first:last],
+                    rejected.completions[first:last] if rejected else (False,) * (last - first),
+                    rejected.outliers[first:last] if rejected else None,
+                )
+            )
             first = last
-        return parts
+        return parts, dict(rejected.metrics) if rejected else {}
 
     def _score(self, policy: Policy, groups: Sequence[RolloutGroup]) -> tuple[Tensor, ...]:
         scores = score(
@@ -140,11 +182,10 @@ class PolicyUpdater:
     ) -> tuple[float, float]:
         """One optimizer update; returns its loss and gradient norm."""
         config = self._config
-        rollouts = [r for g in part.groups for r in g.group.rollouts]
-        lengths = torch.tensor([len(r.token_ids) * self._counts(r) for r in rollouts])
+        rollouts = part.rollouts
         divisors = denominators(
             config.rl.loss_type,
-            lengths,
+            torch.tensor(self._lengths(part)),
             max_completion_length=config.rollout.max_completion_length,
             num_tokens=tokens_per_update if config.rl.loss_type == "dapo" else None,
         ).to(self._policy.device)
@@ -170,10 +211,14 @@ class PolicyUpdater:
         join = lambda values: torch.cat([values[s] for s in batch.samples])  # noqa: E731
         old = logprobs.detach() if part.old is None else join(part.old)
         sampler = torch.tensor([x for s in batch.samples for x in rollouts[s].logprobs], device=device)
-        mask = completion_mask([r.finish_reason for r in rollouts], batch.sample_ids, rl.mask_truncated_completions)
+        could = completion_mask([r.finish_reason for r in rollouts], batch.sample_ids, rl.mask_truncated_completions)
+        mask = could & ~torch.tensor(part.rejected, device=device)[batch.sample_ids]
         corrected = correction(
             old, sampler, batch.sample_ids, rl.importance_sampling_mode, cap=rl.importance_sampling_cap, mask=mask
         )
+        weights = corrected.weights
+        if part.outliers is not None:
+            weights = (torch.ones_like(old) if weights is None else weights).masked_fill(join(part.outliers), 0.0)
         loss, sums = policy_loss(
             logprobs,
             old,
@@ -185,7 +230,7 @@ class PolicyUpdater:
             delta=rl.delta,
             beta=rl.beta,
             use_bias_correction_kl=rl.use_bias_correction_kl,
-            weights=corrected.weights,
+            weights=weights,
             ref_logprobs=None if part.ref is None else join(part.ref),
             mask=mask,
             entropy=entropy,
@@ -195,8 +240,9 @@ class PolicyUpdater:
             sampler=sampler,
             logprobs=logprobs,
             entropy=entropy,
-            weights=corrected.weights,
+            weights=weights,
             mask=mask,
+            could=could,
             sample_ids=batch.sample_ids,
             positions=batch.positions,
             clipped=corrected.clipped,

@@ -30,7 +30,7 @@ from leanroll.config import (
     to_toml,
     validate,
 )
-from leanroll.config.recipes import INERT_RULES, inert_options
+from leanroll.config.inert import INERT_RULES, inert_options
 from leanroll.config.schema import field_at
 from leanroll.config.sections import ScorerName
 from leanroll.errors import ConfigError

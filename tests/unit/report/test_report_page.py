@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from leanroll.cli.main import main
-from leanroll.config import RLConfig, to_toml
+from leanroll.config import AlarmConfig, RLConfig, to_toml
 from leanroll.errors import MissingExtra, ResumeError
+from leanroll.measure.alarm import Watcher
 from leanroll.report import write_report
 from leanroll.report.mismatch import acceptance_table
 from leanroll.report.positions import bin_starts
@@ -44,6 +45,25 @@ def test_run_without_most_metrics(tmp_path: Path) -> None:
     run.append_metrics({"step": 1, "reward/mean": 0.1, "reward/exact": 0.1, "time/rollout_s": 1.0, "time/step_s": 1.0})
     assert main(["report", str(run.path)]) == 0
     assert plots((run.path / "report.html").read_text()) == ["Reward", "Time per phase"]
+
+
+def test_alarms_are_told_in_words(tmp_path: Path) -> None:
+    """Two alarms, since the entropy comes back between them."""
+    recipe = RLConfig(name="demo", alarm=AlarmConfig(window=5, patience=2))
+    run = RunDir.create(tmp_path / "run", config_toml=to_toml(recipe), environment={})
+    watcher = Watcher(recipe.alarm)
+    for step in range(1, 40):
+        record = {"step": step, "entropy": 0.1 if step in (10, 11, 12, 30, 31) else 1.5}
+        verdict = watcher.observe(record)
+        run.append_metrics(record | verdict.metrics())
+        if verdict.raised:
+            run.write_alarm(step, verdict.to_json())
+    write_report(run, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert plots(page) == ["Signs of collapse", "Entropy"]
+    reason = r"<td>entropy fell from 1\.5 to 0\.1 \(allowed: a factor 2\) since step"
+    found = re.findall(rf'<td class="n">(\d+)</td>{reason} (\d+)</td><td class="n">(\d+)</td>', page)
+    assert found == [("11", "10", "9"), ("31", "30", "29")]
 
 
 def test_bins_are_in_order_of_length() -> None:

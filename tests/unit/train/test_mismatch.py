@@ -25,6 +25,20 @@ def test_by_hand() -> None:
     assert check_record({"step": 1, **metrics}), "every name is in the schema"
 
 
+def test_rise_is_the_weighted_line_through_the_bins() -> None:
+    rng = np.random.default_rng(2)
+    positions = np.repeat(np.arange(0, 40, 10), (50, 30, 15, 5))
+    log_ratio = rng.normal(scale=0.1 + 0.01 * positions)
+    metrics = mismatch_by_position(log_ratio, positions, bin_tokens=10)
+    starts, tokens = [0, 10, 20, 30], [50, 30, 15, 5]
+    kl = [metrics[f"mismatch/pos_{start}/kl"] for start in starts]
+    slope, _ = np.polyfit(starts, kl, 1, w=np.sqrt(tokens))
+    assert metrics["mismatch/rise"] == pytest.approx(slope * 30)
+    assert metrics["mismatch/rise"] > 0
+    assert "mismatch/rise" not in mismatch_by_position(log_ratio, positions, bin_tokens=100), "one bin has no slope"
+    assert mismatch_by_position(np.zeros(0), np.zeros(0, dtype=np.int64), bin_tokens=10) == {}
+
+
 def test_order_does_not_matter_at_all() -> None:
     """What micro-batching changes is the order of the tokens."""
     rng = np.random.default_rng(0)
