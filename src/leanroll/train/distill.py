@@ -31,6 +31,7 @@ from leanroll.train.loop import Halt, LoopResult
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.teacher import Teacher
 from leanroll.train.trainer import Trainer, timing_text
@@ -103,8 +104,10 @@ def run(
 class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
     """The student follows the teacher on the beginnings of its own completions."""
 
-    def __init__(self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
-        super().__init__(config, schedule, display)
+    def __init__(
+        self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(config, schedule, display, ranks)
         options = config.distill
         self.order = PromptOrder(self.task.num_train, options.prompts_per_step, 1, config.train.seed)
         self.teacher = Teacher(config, self.policy)
@@ -132,9 +135,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"take {need}; raise the former, or generate fewer tokens."
             )
         self.engine.check(prompts, replace(self.sampling, max_completion_length=longest))
-        self.module = self.accelerator.prepare_model(
-            StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config),
-            device_placement=False,
+        self.module = self.prepare(
+            StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config)
         )
         self._updater: DistillUpdater | None = None
         self.guard = self._guard()
@@ -164,14 +166,16 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"Step {step}: no completion could be generated. First reason: {groups[0].failures[0].reason}"
             )
         groups = [group for group, _ in kept]
+        share = self.ranks.share(len(groups))
+        own = slice(share.start, share.stop)
         with self.display.phase("teacher"):
             states = self.teacher.hidden_states(
-                groups, self.teacher.encode([item for _, item in kept]), config.train.micro_batch_tokens
+                groups[own], self.teacher.encode([item for _, item in kept[own]]), config.train.micro_batch_tokens
             )
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
         metrics["distill/num_tokens"] = sampling.max_completion_length
-        return DistillBatch(tuple(groups), states, metrics)
+        return DistillBatch(tuple(groups), states, metrics, own)
 
     def update(self, step: int, batch: DistillBatch) -> dict[str, float]:
         """Update the student on the batch."""
@@ -246,7 +250,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         """
         metrics = self.preflight.metrics() | self.evaluate(0)
         if self.guard is not None:
-            metrics |= self.guard.set_baseline(self.run.path / EVAL)
+            metrics |= self.guard.set_baseline(self.run.path / EVAL if self.ranks.is_main else None)
         least = self.config.teacher.min_margin
         if not self.config.teacher.evaluate or not self.eval_items:
             return metrics
@@ -282,7 +286,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         config = self.config
         with self.teacher.scoring() as policy, self.display.phase("teacher", total=len(self.eval_items)):
             dense = BudgetSchedule.dense()
-            engine = setup.build_engine(policy, dense, config.rollout.model_copy(update={"schedule": "dense"}))
+            rollout = config.rollout.model_copy(update={"schedule": "dense"})
+            engine = setup.build_engine(policy, dense, rollout, self.ranks)
             return evaluate(
                 engine,
                 self.rewards,
@@ -317,7 +322,8 @@ def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: fl
     comparison = None
     if trainer.config.distill.compare_full and not result.interrupted and result.halted is None:
         comparison = trainer.compare_full()
-        write_json(run.path / FULL_STEP, asdict(comparison))
+        if trainer.ranks.is_main:
+            write_json(run.path / FULL_STEP, asdict(comparison))
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     teacher = [r["eval/teacher/mean"] for r in records if "eval/teacher/mean" in r]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -35,11 +35,25 @@ _DROPPED = ("student_dropped", "teacher_dropped")
 
 @dataclass(frozen=True, slots=True)
 class DistillBatch:
-    """groups: the rollouts of a step. states: per rollout of the flattened groups, the teacher's hidden states [T, H_t]."""
+    """groups: the rollouts of a step. states: per rollout of the flattened own groups, the teacher's hidden states [T, H_t].
+    own: which groups this process runs the models on; all of them in a process alone.
+    """
 
     groups: tuple[RolloutGroup, ...]
     states: tuple[Tensor, ...]
     metrics: dict[str, float]
+    own: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def own_groups(self) -> tuple[RolloutGroup, ...]:
+        """Packed samples count through these."""
+        return self.groups[self.own]
+
+    @property
+    def own_samples(self) -> slice:
+        """Where the rollouts of the own groups lie among those of all."""
+        first = sum(len(g.rollouts) for g in self.groups[: self.own.start or 0])
+        return slice(first, first + sum(len(g.rollouts) for g in self.own_groups))
 
 
 class StudentModule(nn.Module):
@@ -117,7 +131,10 @@ class DistillUpdater:
         if not any(f.any() for f in chosen.factors):
             return rate | {"updates": 0, "trained_tokens": 0}
         with self._display.phase("update"):
-            loss, norm, records = self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, factor))
+            loss, norm, records = self._with_less_memory(batch, lambda: self._backward(step, batch, chosen))
+            loss, norm = self._stepper.combine(loss, norm)
+            self._stepper.apply(factor, norm)
+        records = self._stepper.ranks.join_lists(records, "token statistics")
         trained = sum(int(np.count_nonzero(f)) for f in chosen.factors)
         metrics = rate | {"updates": 1, "trained_tokens": trained, "loss": loss, "grad_norm": norm}
         return metrics | divergence_metrics(records, bin_tokens=self._config.distill.bin_tokens)
@@ -126,7 +143,9 @@ class DistillUpdater:
         """All of an update but the optimizer's step: what it costs is measured without learning from it."""
         chosen = self._choose(step, batch)
         with self._display.phase("update"):
-            self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, None))
+            self._with_less_memory(batch, lambda: self._backward(step, batch, chosen))
+            self._stepper.combine(0.0, 0.0)
+            self._stepper.abandon()
 
     def _with_less_memory(
         self, batch: DistillBatch, run: Callable[[], tuple[float, float, list[DivergenceRecord]]]
@@ -176,28 +195,29 @@ class DistillUpdater:
         names = [f.name for f in fields(TokenStatistics)]
         found: dict[int, TokenStatistics] = {}
         with self._display.phase("score"), torch.no_grad():
-            for part in pack(batch.groups, self._max_tokens):
+            for part in pack(batch.own_groups, self._max_tokens):
                 result = self._module(part.to(self._student.device), self._states(part, batch), None)
                 values = {name: getattr(result, name).cpu().numpy() for name in names}
                 sample_ids = part.sample_ids.numpy()
                 for sample in part.samples:
                     found[sample] = TokenStatistics(**{n: v[sample_ids == sample] for n, v in values.items()})
-        return [found[sample] for sample in sorted(found)]
+        own = [found[sample] for sample in sorted(found)]
+        return self._stepper.ranks.join_lists(own, "statistics of tokens")
 
     def _states(self, part: PackedBatch, batch: DistillBatch) -> Tensor:
         return torch.cat([batch.states[s] for s in part.samples]).to(self._student.device)
 
-    def _update_once(
-        self, step: int, batch: DistillBatch, chosen: Chosen, lr_factor: float | None
-    ) -> tuple[float, float, list[DivergenceRecord]]:
-        """lr_factor: None forgets the gradients instead of applying them."""
-        per_sample = token_weights(torch.from_numpy(chosen.lengths), self._config.distill.normalizer)
-        parts = pack(batch.groups, self._max_tokens)
+    def _backward(self, step: int, batch: DistillBatch, chosen: Chosen) -> tuple[float, float, list[DivergenceRecord]]:
+        """Accumulate the gradients of the own groups; returns their loss, and the norm."""
+        own = batch.own_samples
+        per_sample = token_weights(torch.from_numpy(chosen.lengths), self._config.distill.normalizer)[own]
+        per_token = chosen.factors[own]
+        parts = pack(batch.own_groups, self._max_tokens)
         records: list[DivergenceRecord] = []
-        total, norm = 0.0, math.nan
+        total = norm = 0.0
         for number, part in enumerate(parts):
             self._display.advance(number, len(parts))
-            factors = np.concatenate([chosen.factors[s] for s in part.samples])
+            factors = np.concatenate([per_token[s] for s in part.samples])
             weights = per_sample[part.sample_ids] * torch.from_numpy(factors)
             result = self._module(
                 part.to(self._student.device), self._states(part, batch), weights.to(self._student.device)
@@ -208,10 +228,6 @@ class DistillUpdater:
                 self._stop(step, loss, norm, part, record)
             total += loss
             records.append(record)
-        if lr_factor is None:
-            self._stepper.abandon()
-        else:
-            self._stepper.apply(lr_factor, norm)
         return total, norm, records
 
     def _stop(self, step: int, loss: float, norm: float, part: PackedBatch, record: DivergenceRecord) -> None:

@@ -23,6 +23,7 @@ from leanroll.train.collect import Collector, RLBatch
 from leanroll.train.loop import LoopResult
 from leanroll.train.policy_module import PolicyModule
 from leanroll.train.progress import RunDisplay
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.speed import Speed, compare_speed
 from leanroll.train.trainer import Trainer, timing_text
@@ -88,6 +89,7 @@ def run(
         RunDirInUse: another process trains in the run directory.
         RewardError: a reward failed and task.on_reward_error is "fail".
         TrainingDiverged: a loss or gradient is not finite; see diagnosis/ in the run directory.
+        RankError: with several processes, one is gone, or does not go the way of the others.
     """
     return run_session(config, partial(RLTrainer, config), _summary, resume=resume, quiet=quiet, at_end=at_end)
 
@@ -95,8 +97,8 @@ def run(
 class RLTrainer(Trainer[RLConfig, RLBatch]):
     """GRPO and its kin, corrected for the sampler's mismatch."""
 
-    def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
-        super().__init__(config, schedule, display)
+    def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, schedule, display, ranks)
         self.sampling = setup.sampling_params(
             self.policy, config.rollout, seed=config.train.seed, num_top_logprobs=config.measure.num_top_logprobs
         )
@@ -106,7 +108,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         if not schedule.is_dense:
             kv_dtype = setup.DTYPES[config.rollout.kv_dtype] if config.rollout.kv_dtype is not None else None
             self.plan = SparsePlan.of(self.policy.spec, schedule, kv_dtype=kv_dtype)
-        self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
+        self.module = self.prepare(PolicyModule(self.policy))
         self._reference: Policy | None = None
         if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
             # Without its adapter the policy is where a new adapter starts, but not where a loaded one does, be it named by
@@ -134,6 +136,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
                     max_tokens=self.config.train.micro_batch_tokens,
                     bin_tokens=measure.bin_tokens,
                     with_top_logprobs=measure.num_top_logprobs > 0,
+                    ranks=self.ranks,
                 )
         updater = PolicyUpdater(
             self.policy, self.module, self.stepper, self.config, self.run, self.display, self._reference
@@ -154,8 +157,8 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         return " · ".join([*parts, timing_text(metrics)])
 
     def speed(self) -> Speed | None:
-        """Dense and sparse decoding side by side, on two prompts; None where nothing is sparse."""
-        if self.plan is None:
+        """Dense and sparse decoding side by side, on two prompts; None where nothing is sparse, or another process measures."""
+        if self.plan is None or not self.ranks.is_main:
             return None
         some = min(2, 2 if self.task.num_train is None else self.task.num_train)
         prompts = self.eval_prompts or self.encoder.encode([self.task.train_item(i) for i in range(some)])

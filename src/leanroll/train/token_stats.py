@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leanroll.train.mismatch import mismatch_by_position
+from leanroll.train.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,10 @@ class TokenRecord:
 class TokenStats:
     """Collects the records of a step and turns them into metrics (names and units: `leanroll.rundir_metrics`)."""
 
-    def __init__(self, *, bin_tokens: int, num_passes: int) -> None:
-        """bin_tokens: width of a bin of positions. num_passes: passes over the batch; each adds every token once."""
-        self._bin_tokens, self._num_passes = bin_tokens, num_passes
+    def __init__(self, *, bin_tokens: int, num_passes: int, ranks: Ranks = ALONE) -> None:
+        """bin_tokens: width of a bin of positions. num_passes: passes over the batch; each adds every token once. ranks: the
+        processes that have the records of a step between them."""
+        self._bin_tokens, self._num_passes, self._ranks = bin_tokens, num_passes, ranks
         self._records: list[TokenRecord] = []
 
     def add(self, record: TokenRecord) -> None:
@@ -74,8 +76,8 @@ class TokenStats:
         self._records.append(record)
 
     def metrics(self) -> dict[str, float]:
-        """Empty when no token entered the loss."""
-        records = [r for r in self._records if r.mask.any()]
+        """Of the records of all ranks; empty when no token entered the loss."""
+        records = [r for r in self._ranks.join_lists(self._records, "token statistics") if r.mask.any()]
         if not records:
             return {}
         log_ratio = np.concatenate([(r.old - r.sampler)[r.mask] for r in records]).astype(np.float64)

@@ -6,7 +6,7 @@ scoring pass is run; otherwise a pass over the whole batch comes first. Both are
 the sampler's log-probs; what the sampler was is put right by the importance correction.
 
 Normalisers are computed per update over all of its micro-batches, so gradients do not depend on
-`train.micro_batch_tokens`.
+`train.micro_batch_tokens`, nor on the number of processes: each knows all groups, and runs the model on its share.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One mini-batch. old, ref: per rollout, in order, log-probs [T]; None where not needed."""
+    """One mini-batch. own: which of its groups this process runs the model on. old, ref: per rollout of those, in order, log-probs
+    [T]; None where not needed."""
 
     groups: Sequence[TrainingGroup]
+    own: range
     old: Sequence[Tensor] | None
     ref: Sequence[Tensor] | None
 
@@ -79,7 +81,9 @@ class PolicyUpdater:
         rl, optimizer = self._config.rl, self._config.optimizer
         factor = optimizer.rate_factor(step, self._config.train.steps)
         parts = self._parts(groups)
-        stats = TokenStats(bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations)
+        stats = TokenStats(
+            bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations, ranks=self._stepper.ranks
+        )
         losses: list[float] = []
         norms: list[float] = []
         tokens = sum(len(r.token_ids) for g in groups for r in g.group.rollouts if self._counts(r))
@@ -104,7 +108,10 @@ class PolicyUpdater:
         """Cut into mini-batches, with the log-probs that must be known before the first update."""
         rl = self._config.rl
         count = min(rl.num_mini_batches, len(groups))
-        plain = [g.group for g in groups]
+        cut: list[tuple[list[TrainingGroup], range]] = []
+        for indices in np.array_split(np.arange(len(groups)), count) if groups else []:
+            cut.append(([groups[i] for i in indices], self._stepper.ranks.share(len(indices))))
+        plain = [chosen[i].group for chosen, own in cut for i in own]
         old = ref = None
         if count > 1 or rl.num_iterations > 1:
             with self._display.phase("score"):
@@ -118,10 +125,9 @@ class PolicyUpdater:
                         ref = self._score(self._policy, plain)
         parts: list[_Part] = []
         first = 0
-        for indices in np.array_split(np.arange(len(groups)), count) if groups else []:
-            chosen = [groups[i] for i in indices]
-            last = first + sum(len(g.group.rollouts) for g in chosen)
-            parts.append(_Part(chosen, old and old[first:last], ref and ref[first:last]))
+        for chosen, own in cut:
+            last = first + sum(len(chosen[i].group.rollouts) for i in own)
+            parts.append(_Part(chosen, own, old and old[first:last], ref and ref[first:last]))
             first = last
         return parts
 
@@ -140,8 +146,7 @@ class PolicyUpdater:
     ) -> tuple[float, float]:
         """One optimizer update; returns its loss and gradient norm."""
         config = self._config
-        rollouts = [r for g in part.groups for r in g.group.rollouts]
-        lengths = torch.tensor([len(r.token_ids) * self._counts(r) for r in rollouts])
+        lengths = torch.tensor([len(r.token_ids) * self._counts(r) for g in part.groups for r in g.group.rollouts])
         divisors = denominators(
             config.rl.loss_type,
             lengths,
@@ -149,8 +154,12 @@ class PolicyUpdater:
             num_tokens=tokens_per_update if config.rl.loss_type == "dapo" else None,
         ).to(self._policy.device)
         advantages = torch.from_numpy(np.concatenate([g.advantages for g in part.groups])).to(self._policy.device)
-        batches = pack([g.group for g in part.groups], config.train.micro_batch_tokens)
-        total = 0.0
+        groups = [part.groups[i].group for i in part.own]
+        rollouts = [r for g in groups for r in g.rollouts]
+        first = sum(len(g.group.rollouts) for g in part.groups[: part.own.start])
+        divisors, advantages = (x[first : first + len(rollouts)] for x in (divisors, advantages))
+        batches = pack(groups, config.train.micro_batch_tokens)
+        total = norm = 0.0
         for number, batch in enumerate(batches):
             self._display.advance(number, len(batches))
             loss, record = self._loss(batch.to(self._policy.device), part, rollouts, advantages, divisors)
@@ -159,6 +168,7 @@ class PolicyUpdater:
                 self._stop(step, value, norm, batch, record)
             total += value
             stats.add(record)
+        total, norm = self._stepper.combine(total, norm)
         self._stepper.apply(lr_factor, norm)
         return total, norm
 
