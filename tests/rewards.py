@@ -62,3 +62,20 @@ def interrupting(completion_ids: list[list[int]], **columns: Any) -> list[float]
     if InterruptOnce.calls == InterruptOnce.at:
         os.kill(os.getpid(), signal.SIGINT)
     return share_of_liked_ids(completion_ids)
+
+
+_calls: dict[str, int] = {}
+
+
+def disturbed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """`share_of_liked_ids` that does something at one call on one rank, as DISTURB="job:rank:call:action" says; the action is
+    `fail` or `interrupt`."""
+    order = os.environ.get("DISTURB", "")
+    if order:
+        _, rank, call, action = order.split(":")
+        _calls[order] = _calls.get(order, 0) + 1
+        if os.environ["RANK"] == rank and _calls[order] == int(call):
+            if action == "fail":
+                raise RuntimeError("disturbed")
+            os.kill(os.getpid(), signal.SIGINT)
+    return share_of_liked_ids(completion_ids)
