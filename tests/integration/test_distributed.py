@@ -84,11 +84,10 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
             rl__num_mini_batches=3,
             rl__num_generations=2,
             rl__loss_type="bnpo",
-            rl__scale_rewards="batch",
             rl__filter_zero_std=True,
             rl__resample_zero_std=1,
             train__steps=2,
-            eval__num_prompts=0,
+            eval__num_prompts=1,
         ),
         "distill": distill_recipe(
             (student, teacher),
@@ -112,7 +111,7 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
             distill__normalizer="token_mean",
             distill__prompts_per_step=1,
             train__steps=2,
-            eval__num_prompts=0,
+            eval__num_prompts=1,
         ),
     }
 
@@ -144,7 +143,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     add("failed", "rl", "broken", resume=True, disturb="1:2:fail")
     add("resumed", "rl", "broken", resume=True)
     add("diverged", "rl", "diverged", poison=[1, 1])
-    add("bug", "rl", "bug", **{"break": [0]}, overrides=[["eval.num_prompts", "0"]])
+    add("bug", "rl", "bug", **{"break": [0]})
     add("taken", "rl", "rl")
     add("different", "rl", "different", seeds=[0, 1])
     (folder / "jobs.json").write_text(json.dumps(jobs))

@@ -200,7 +200,7 @@ def fingerprint(policy: Policy) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in policy.model.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
