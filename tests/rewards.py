@@ -21,6 +21,11 @@ def constant(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [1.0] * len(completion_ids)
 
 
+def any_liked_id(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """0 or 1, so that some groups have no variance."""
+    return [float(any(token % 8 == 3 for token in ids)) for ids in completion_ids]
+
+
 def fails_on_short(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Raises for a completion that stopped early."""
     if min(map(len, completion_ids)) < max(map(len, completion_ids)) or len(completion_ids[0]) < 24:

@@ -24,6 +24,8 @@ from tests.integration.test_distill import recipe as distill_recipe
 from tests.recipe import reward, save_tiny_model, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 TOLERANCE = {"rel": 2e-4, "abs": 2e-5}
@@ -79,6 +81,7 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
             student,
             folder,
             **whole,
+            task__rewards=reward("any_liked_id"),
             optimizer__learning_rate=0.001,
             rl__prompts_per_step=3,
             rl__num_mini_batches=3,
@@ -179,8 +182,8 @@ def test_two_processes_train_what_one_trains(launch: Launch, name: str) -> None:
 
 def test_the_uneven_run_had_a_process_without_groups(launch: Launch) -> None:
     records = launch.metrics("rl-uneven", 2)
-    assert all(r["updates"] == 3 == r["trained_groups"] for r in records[1:]), "one group per update"
-    assert records[1]["prompts"] > 3, "resampled"
+    assert all(r["updates"] == r["trained_groups"] > 0 for r in records[1:]), "one group per update"
+    assert max(r["prompts"] for r in records[1:]) > 3, "resampled"
 
 
 def test_evaluations_are_those_of_one_process(launch: Launch) -> None:

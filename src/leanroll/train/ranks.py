@@ -73,7 +73,7 @@ class Ranks:
                 "every process holds the whole model, since its rollouts run on it. Launch with --multi_gpu, without a sharding "
                 "plugin."
             )
-        state = PartialState(cpu=torch.device(device).type == "cpu", timeout=TIMEOUT)
+        state = PartialState(cpu=torch.device(device).type == "cpu")
         if state.num_processes > 1 and torch.device(device).index is not None:
             raise ConfigError(
                 f"model.device is {device!r}, with {state.num_processes} processes; expected a device without a number, each "
