@@ -21,6 +21,11 @@ def constant(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [1.0] * len(completion_ids)
 
 
+def any_liked_id(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """0 or 1, so that some groups have no variance."""
+    return [float(any(token % 8 == 3 for token in ids)) for ids in completion_ids]
+
+
 def fails_on_short(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Raises for a completion that stopped early."""
     if min(map(len, completion_ids)) < max(map(len, completion_ids)) or len(completion_ids[0]) < 24:
@@ -61,4 +66,21 @@ def interrupting(completion_ids: list[list[int]], **columns: Any) -> list[float]
     InterruptOnce.calls += 1
     if InterruptOnce.calls == InterruptOnce.at:
         os.kill(os.getpid(), signal.SIGINT)
+    return share_of_liked_ids(completion_ids)
+
+
+_calls: dict[str, int] = {}
+
+
+def disturbed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """`share_of_liked_ids` that does something at one call on one rank, as DISTURB="job:rank:call:action" says; the action is
+    `fail` or `interrupt`."""
+    order = os.environ.get("DISTURB", "")
+    if order:
+        _, rank, call, action = order.split(":")
+        _calls[order] = _calls.get(order, 0) + 1
+        if os.environ["RANK"] == rank and _calls[order] == int(call):
+            if action == "fail":
+                raise RuntimeError("disturbed")
+            os.kill(os.getpid(), signal.SIGINT)
     return share_of_liked_ids(completion_ids)

@@ -65,3 +65,7 @@ class OutOfMemory(LeanrollError):
 
 class TrainingDiverged(LeanrollError):
     """A loss or gradient is not finite; the diagnosis is in the run directory."""
+
+
+class RankError(LeanrollError):
+    """The processes of a distributed run cannot go on together: one is gone, failed by a bug, or differs from the others."""

@@ -232,6 +232,35 @@ class RunDir:
                 left.unlink()
 
 
+class ReadOnlyRunDir(RunDir):
+    """The run directory for a process that computes what another one writes: its writers do nothing.
+
+    `diagnosis_path` is for writing nevertheless: only the process that met the number knows what to write.
+    """
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """Nothing."""
+        return self.rollouts_path(step)
+
+    def write_eval(self, step: int, result: Mapping[str, Any]) -> Path:
+        """Nothing."""
+        return self.eval_path(step)
+
+    def write_teacher_eval(self, result: Mapping[str, Any]) -> Path:
+        """Nothing."""
+        return self.path / EVAL / TEACHER_EVAL
+
+    def write_alarm(self, step: int, alarm: Mapping[str, Any]) -> Path:
+        """Nothing."""
+        return self.path / DIAGNOSIS / f"alarm-{step:06d}.json"
+
+    def truncate_after(self, step: int) -> None:
+        """Nothing."""
+
+
 def step_name(step: int) -> str:
     """`step-000012`."""
     return f"step-{step:06d}"

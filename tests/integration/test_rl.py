@@ -18,6 +18,7 @@ from leanroll.measure.logprobs import score
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
 from leanroll.train import checkpoint, rl, trainer, update
+from leanroll.train.ranks import Ranks
 from leanroll.types import Rollout
 from tests import rewards
 from tests.recipe import poison_loss, reward, save_tiny_model, tiny_recipe
@@ -371,7 +372,7 @@ def test_restore_keeps_generator_states_off_the_device(tmp_path: Path) -> None:
     store.save(1, write, {})
     saved = torch.get_rng_state()
     torch.rand(3)
-    stand_in = mock.Mock(policy=mock.Mock(device=torch.device("meta")))  # for a GPU
+    stand_in = mock.Mock(policy=mock.Mock(device=torch.device("meta")), ranks=Ranks())  # for a GPU
     assert rl.RLTrainer._restore(stand_in, store) == 1
     assert torch.equal(torch.get_rng_state(), saved)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import signal
 import socket
 import threading
@@ -42,6 +43,11 @@ def run(path: str, overrides: Sequence[tuple[str, str]]) -> int:
         ResumeError: a run in the folder was made with other options.
         What `distill.run` raises; the run that failed is the last one named.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"--suite was started by a launcher of {os.environ['WORLD_SIZE']} processes; expected one process. Launch the "
+            "runs of the suite one by one, or leave the launcher out."
+        )
     suite = load_suite(path, overrides)
     _check_folder(suite)
     console = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -112,6 +112,7 @@ class RolloutEngine:
         *,
         step: int = 0,
         progress: Callable[[RolloutProgress], None] | None = None,
+        allow_none: bool = False,
     ) -> list[RolloutGroup]:
         """Complete every prompt `num_samples` times.
 
@@ -119,6 +120,7 @@ class RolloutEngine:
             prompts: in any order and number; groups come back in the same order.
             sampling: how tokens are drawn; its seed, `step`, the prompt's index and the sample index key the draws.
             progress: called after every decode step.
+            allow_none: no error where no sample at all can be generated; the failures say why.
 
         Returns:
             One group per prompt. A sample that cannot be generated (it does not fit in the context or in the pool) is
@@ -131,7 +133,7 @@ class RolloutEngine:
         if num_samples < 1:
             raise ConfigError(f"num_samples is {num_samples}; expected at least 1.")
         sources = [PromptState.of(i, p, range(num_samples), sampling) for i, p in enumerate(prompts)]
-        runnable = self._runnable(sources, sampling)
+        runnable = self._runnable(sources, sampling, allow_none)
         if runnable:
             self._pool = self._pool_for(runnable, num_samples)
             batcher = Batcher(
@@ -162,10 +164,12 @@ class RolloutEngine:
         """Raise the ConfigError that `generate` would raise before it generates anything."""
         self._runnable([PromptState.of(i, p, [0], sampling) for i, p in enumerate(prompts)], sampling)
 
-    def _runnable(self, sources: list[PromptState], sampling: SamplingParams) -> list[PromptState]:
+    def _runnable(
+        self, sources: list[PromptState], sampling: SamplingParams, allow_none: bool = False
+    ) -> list[PromptState]:
         check_sampling(sampling, self.policy.spec.vocab_size)
         runnable = [s for s in sources if self._admissible(s, sampling)]
-        if sources and not runnable:
+        if sources and not runnable and not allow_none:
             raise ConfigError(f"No prompt can be completed. The first one: {sources[0].failed[0].reason}")
         return runnable
 

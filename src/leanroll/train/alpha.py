@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from leanroll.measure.acceptance import AcceptanceStats, acceptance, summarise, tail, top_k_acceptance
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.types import RolloutGroup
 
 
@@ -38,22 +40,26 @@ def alpha_metrics(
     max_tokens: int,
     bin_tokens: int,
     with_top_logprobs: bool,
+    ranks: Ranks = ALONE,
 ) -> tuple[dict[str, float], tuple[np.ndarray, ...]]:
     """Exact acceptance as metrics, overall and by bins of total length, and the rates of every rollout, as `acceptance` has them.
 
     with_top_logprobs adds to the metrics, from recorded top log-probs, bounds on it and the paper's own measure.
-    Must run before the weights move away from those that sampled. Empty when there is nothing to measure.
+    Must run before the weights move away from those that sampled. Empty when there is nothing to measure. ranks: the processes
+    that share the groups, the same on all of them.
     """
     if not groups:
         return {}, ()
-    rates = acceptance(policy, groups, plan, temperature=temperature, max_tokens=max_tokens)
+    exact = partial(acceptance, policy, plan=plan, temperature=temperature, max_tokens=max_tokens)
+    rates = tuple(ranks.split(groups, exact, "acceptance"))
     prompt_lengths = [len(g.prompt.token_ids) for g in groups for _ in g.rollouts]
     summary = summarise(rates, prompt_lengths, bin_tokens=bin_tokens)
     metrics = _metrics("alpha/", summary.overall)
     for stats in summary.bins:
         metrics |= _metrics(f"alpha/bin_{stats.low}/", stats)
     if with_top_logprobs:
-        bounds = top_k_acceptance(policy, groups, temperature=temperature, max_tokens=max_tokens)
+        top_k = partial(top_k_acceptance, policy, temperature=temperature, max_tokens=max_tokens)
+        bounds = ranks.split(groups, top_k, "bounds on acceptance")
         for name, values in (
             ("paper_p05", [b.paper for b in bounds]),
             ("paper_p05_low", [b.low for b in bounds]),

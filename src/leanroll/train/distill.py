@@ -35,6 +35,7 @@ from leanroll.train.objectives import StudentModule, TeacherRows
 from leanroll.train.preflight import preflight
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder, largest_own_limit, with_own_limits
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.teacher import Teacher
 from leanroll.train.trainer import Trainer, timing_text
@@ -107,8 +108,10 @@ def run(
 class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
     """The student follows the teacher on the beginnings of its own completions."""
 
-    def __init__(self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
-        super().__init__(config, schedule, display)
+    def __init__(
+        self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(config, schedule, display, ranks)
         options = config.distill
         self.order = PromptOrder(self.task.num_train, options.prompts_per_step, 1, config.train.seed)
         self.teacher = Teacher(config, self.policy)
@@ -143,9 +146,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"take {need}; raise the former, or generate fewer tokens."
             )
         self.engine.check(prompts, replace(self.sampling, max_completion_length=longest))
-        self.module = self.accelerator.prepare_model(
-            StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config),
-            device_placement=False,
+        self.module = self.prepare(
+            StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config)
         )
         self._updater: DistillUpdater | None = None
         self.guard = self._guard()
@@ -188,12 +190,14 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
                 f"Step {step}: no completion could be generated. First reason: {groups[0].failures[0].reason}"
             )
         groups = [group for group, _ in kept]
+        share = self.ranks.share(len(groups))
+        own = slice(share.start, share.stop)
         with self.display.phase("teacher") if config.distill.asks_teacher else nullcontext():
-            rows = self._ask_teacher(groups, [item for _, item in kept])
+            rows = self._ask_teacher(groups[own], [item for _, item in kept[own]])
         metrics = rollout_metrics(groups)
         metrics["tokens_per_second"] = metrics["generated_tokens"] / self.display.clock.seconds["rollout"]
         metrics["distill/num_tokens"] = max(p.max_completion_length or sampling.max_completion_length for p in prompts)
-        return DistillBatch(tuple(groups), rows, metrics)
+        return DistillBatch(tuple(groups), rows, metrics, own)
 
     def _longest(self, items: Sequence[TaskItem]) -> int:
         """Tokens of the longest completion of any step. items: what an endless task is judged by."""
@@ -330,7 +334,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         """
         metrics = self.preflight.metrics() | self.evaluate(0)
         if self.guard is not None:
-            metrics |= self.guard.set_baseline(self.run.path / EVAL)
+            metrics |= self.guard.set_baseline(self.run.path / EVAL if self.ranks.is_main else None)
         least = self.config.teacher.min_margin
         if not self.config.teacher.evaluate or not self.eval_items:
             return metrics
@@ -368,7 +372,8 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         config = self.config
         with self.teacher.scoring() as policy, self.display.phase("teacher", total=len(self.eval_items)):
             dense = BudgetSchedule.dense()
-            engine = setup.build_engine(policy, dense, config.rollout.model_copy(update={"schedule": "dense"}))
+            rollout = config.rollout.model_copy(update={"schedule": "dense"})
+            engine = setup.build_engine(policy, dense, rollout, self.ranks)
             return evaluate(
                 engine,
                 self.rewards,
@@ -403,7 +408,8 @@ def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: fl
     comparison = None
     if trainer.config.distill.compare_full and not result.interrupted and result.halted is None:
         comparison = trainer.compare_full()
-        write_json(run.path / FULL_STEP, asdict(comparison))
+        if trainer.ranks.is_main:
+            write_json(run.path / FULL_STEP, asdict(comparison))
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     teacher = [r["eval/teacher/mean"] for r in records if "eval/teacher/mean" in r]

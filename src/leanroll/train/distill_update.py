@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -30,12 +30,25 @@ from leanroll.types import RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class DistillBatch:
-    """groups: the rollouts of a step. teacher: per rollout of the flattened groups, what the teacher says of its T tokens; empty
-    where it is not asked."""
+    """groups: the rollouts of a step. teacher: per rollout of the flattened own groups, what the teacher says of its T tokens;
+    empty where it is not asked. own: which groups this process runs the models on; all of them in a process alone.
+    """
 
     groups: tuple[RolloutGroup, ...]
     teacher: tuple[TeacherRows, ...]
     metrics: dict[str, float]
+    own: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def own_groups(self) -> tuple[RolloutGroup, ...]:
+        """Packed samples count through these."""
+        return self.groups[self.own]
+
+    @property
+    def own_samples(self) -> slice:
+        """Where the rollouts of the own groups lie among those of all."""
+        first = sum(len(g.rollouts) for g in self.groups[: self.own.start or 0])
+        return slice(first, first + sum(len(g.rollouts) for g in self.own_groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,10 @@ class DistillUpdater:
         if not any(f.any() for f in chosen.factors):
             return rate | {"updates": 0, "trained_tokens": 0}
         with self._display.phase("update"):
-            loss, norm, records = self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, factor))
+            loss, norm, records = self._with_less_memory(batch, lambda: self._backward(step, batch, chosen))
+            loss, norm = self._stepper.combine(loss, norm)
+            self._stepper.apply(factor, norm)
+        records = self._stepper.ranks.join_lists(records, "token statistics")
         trained = sum(int(np.count_nonzero(f)) for f in chosen.factors)
         metrics = rate | {"updates": 1, "trained_tokens": trained, "loss": loss, "grad_norm": norm}
         if self._config.adapt.max_num_tokens:
@@ -100,7 +116,9 @@ class DistillUpdater:
         """All of an update but the optimizer's step: what it costs is measured without learning from it."""
         chosen = self._choose(step, batch)
         with self._display.phase("update"):
-            self._with_less_memory(batch, lambda: self._update_once(step, batch, chosen, None))
+            self._with_less_memory(batch, lambda: self._backward(step, batch, chosen))
+            self._stepper.combine(0.0, 0.0)
+            self._stepper.abandon()
 
     def token_kl(self, batch: DistillBatch) -> list[np.ndarray]:
         """Without gradient, per rollout of the flattened groups, which may be longer than those of a step: the KL of its tokens,
@@ -157,13 +175,14 @@ class DistillUpdater:
         names = [f.name for f in fields(TokenStatistics)]
         with self._display.phase("score"):
             found = self._score(batch, self._max_tokens)
-        return [TokenStatistics(**{name: values[name] for name in names}) for values in found]
+        own = [TokenStatistics(**{name: values[name] for name in names}) for values in found]
+        return self._stepper.ranks.join_lists(own, "statistics of tokens")
 
     def _score(self, batch: DistillBatch, max_tokens: int) -> list[dict[str, np.ndarray]]:
-        """`recorded_values` per rollout of the flattened groups, each [T], without gradient."""
+        """`recorded_values` per rollout of the flattened own groups, each [T], without gradient."""
         found: dict[int, dict[str, np.ndarray]] = {}
         with torch.no_grad():
-            for part in pack(batch.groups, max_tokens):
+            for part in pack(batch.own_groups, max_tokens):
                 teacher = self._teacher_rows(part, batch)
                 values = recorded_values(self._module(part.to(self._student.device), teacher, None), teacher)
                 sample_ids = part.sample_ids.numpy()
@@ -176,17 +195,17 @@ class DistillUpdater:
             return None
         return join_rows([batch.teacher[s] for s in part.samples], self._student.device)
 
-    def _update_once(
-        self, step: int, batch: DistillBatch, chosen: Chosen, lr_factor: float | None
-    ) -> tuple[float, float, list[DivergenceRecord]]:
-        """lr_factor: None forgets the gradients instead of applying them."""
-        per_sample = token_weights(torch.from_numpy(chosen.lengths), self._config.distill.normalizer)
-        parts = pack(batch.groups, self._max_tokens)
+    def _backward(self, step: int, batch: DistillBatch, chosen: Chosen) -> tuple[float, float, list[DivergenceRecord]]:
+        """Accumulate the gradients of the own groups; returns their loss, and the norm."""
+        own = batch.own_samples
+        per_sample = token_weights(torch.from_numpy(chosen.lengths), self._config.distill.normalizer)[own]
+        per_token = chosen.factors[own]
+        parts = pack(batch.own_groups, self._max_tokens)
         records: list[DivergenceRecord] = []
-        total, norm = 0.0, math.nan
+        total = norm = 0.0
         for number, part in enumerate(parts):
             self._display.advance(number, len(parts))
-            factors = np.concatenate([chosen.factors[s] for s in part.samples])
+            factors = np.concatenate([per_token[s] for s in part.samples])
             weights = per_sample[part.sample_ids] * torch.from_numpy(factors)
             teacher = self._teacher_rows(part, batch)
             result = self._module(part.to(self._student.device), teacher, weights.to(self._student.device))
@@ -196,10 +215,6 @@ class DistillUpdater:
                 self._stop(step, loss, norm, part, record)
             total += loss
             records.append(record)
-        if lr_factor is None:
-            self._stepper.abandon()
-        else:
-            self._stepper.apply(lr_factor, norm)
         return total, norm, records
 
     def _stop(self, step: int, loss: float, norm: float, part: PackedBatch, record: DivergenceRecord) -> None:

@@ -45,10 +45,12 @@ class CollapseGuard:
         self.last_calm = 0
         self.groups: list[RolloutGroup] = []
 
-    def set_baseline(self, folder: Path) -> dict[str, float]:
-        """Probe the policy before training and remember the report in the run's folder eval/; returns metrics."""
+    def set_baseline(self, folder: Path | None) -> dict[str, float]:
+        """Probe the policy before training and remember the report in the run's folder eval/ (None: another process writes it);
+        returns metrics."""
         self._baseline = self._probe()
-        write_json(folder / BASELINE, asdict(self._baseline))
+        if folder is not None:
+            write_json(folder / BASELINE, asdict(self._baseline))
         return metrics_of(self._baseline)
 
     def read_baseline(self, folder: Path) -> None:

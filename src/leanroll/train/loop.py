@@ -86,11 +86,12 @@ def run_loop(
     save: Callable[[int], None],
     forget: Callable[[int], None],
     summarise: Callable[[int, Mapping[str, float]], str],
+    agree: Callable[[bool], bool] = bool,
 ) -> LoopResult:
     """Run steps `plan.first_step` … `plan.num_steps`. A first Ctrl-C finishes the step, saves and returns; a second
     one aborts.
 
-    forget: drops the checkpoints later than a step.
+    forget: drops the checkpoints later than a step. agree: whether any process of the run says yes, asked once a step.
 
     Raises:
         LeanrollError: from the algorithm (it diverged, a reward failed, …); the last step's state is saved first when this
@@ -123,7 +124,8 @@ def run_loop(
                     forget(halt.roll_back_to)
                 display.step_done(step, summarise(step, metrics))
                 return LoopResult(last, interrupted=False, halted=halt.reason)
-            stopping = stop.requested and not final  # asked once: what comes from here on stops the next step
+            # Asked once: what comes from here on stops the next step.
+            stopping = agree(stop.requested) and not final
             if final or stopping or _due(step, plan.save_every):
                 save(step)
                 saved = step

@@ -63,6 +63,10 @@ class MasterAdamW:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
+    def checksum(self) -> float:
+        """A number that differs where the masters do, but for coincidence: sums of values and squares, in fp64."""
+        return float(sum(m.detach().double().sum() + m.detach().double().square().sum() for m in self.masters.values()))
+
     def step(self, *, lr_factor: float, max_grad_norm: float, grad_norm: float) -> None:
         """Clip to `max_grad_norm` (0: never) given the norm, update masters, round them into the model, drop
         gradients."""

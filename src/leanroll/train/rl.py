@@ -30,6 +30,7 @@ from leanroll.train.hold import HeldSchedule
 from leanroll.train.loop import LoopResult
 from leanroll.train.policy_module import PolicyModule
 from leanroll.train.progress import RunDisplay
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.train.sampler_adapter import PolicyTerms, SamplerAdapterTrainer
 from leanroll.train.session import AtEnd, run_session
 from leanroll.train.speed import Speed, compare_speed
@@ -103,6 +104,7 @@ def run(
         RunDirInUse: another process trains in the run directory.
         RewardError: a reward failed and task.on_reward_error is "fail".
         TrainingDiverged: a loss or gradient is not finite; see diagnosis/ in the run directory.
+        RankError: with several processes, one is gone, or does not go the way of the others.
     """
     return run_session(config, partial(RLTrainer, config), _summary, resume=resume, quiet=quiet, at_end=at_end)
 
@@ -110,8 +112,8 @@ def run(
 class RLTrainer(Trainer[RLConfig, RLBatch]):
     """GRPO and its kin, corrected for the sampler's mismatch."""
 
-    def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay) -> None:
-        super().__init__(config, schedule, display)
+    def __init__(self, config: RLConfig, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE) -> None:
+        super().__init__(config, schedule, display, ranks)
         self.sampling = setup.sampling_params(
             self.policy, config.rollout, seed=config.train.seed, num_top_logprobs=config.measure.num_top_logprobs
         )
@@ -128,7 +130,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             longest = min(config.train.micro_batch_tokens + 1, self.policy.spec.max_position)
             self.held = HeldSchedule(schedule, config.rollout, longest)
             self._use(self.held.schedule)
-        self.module = self.accelerator.prepare_model(PolicyModule(self.policy), device_placement=False)
+        self.module = self.prepare(PolicyModule(self.policy))
         self.alarm = None if config.alarm.on_alarm == "off" else Watcher(config.alarm)
         self._reference: Policy | None = None
         if config.rl.beta > 0 and (config.adapter.type == "none" or config.adapter.path is not None):
@@ -160,6 +162,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
                     max_tokens=self.config.train.micro_batch_tokens,
                     bin_tokens=measure.bin_tokens,
                     with_top_logprobs=measure.num_top_logprobs > 0,
+                    ranks=self.ranks,
                 )
                 metrics |= acceptance
         updater = PolicyUpdater(
@@ -210,7 +213,7 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             self.sampler.plan = self.plan
 
     def _write_schedule(self) -> None:
-        if self.held is not None:
+        if self.held is not None and self.ranks.is_main:
             write_text(self.run.path / HELD_SCHEDULE, self.held.schedule.to_json() + "\n")
 
     def _sampler_adapter(self) -> SamplerAdapterTrainer | None:
@@ -270,8 +273,8 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         return " · ".join([*parts, timing_text(metrics)])
 
     def speed(self) -> Speed | None:
-        """Dense and sparse decoding side by side, on two prompts; None where nothing is sparse."""
-        if self.plan is None:
+        """Dense and sparse decoding side by side, on two prompts; None where nothing is sparse, or another process measures."""
+        if self.plan is None or not self.ranks.is_main:
             return None
         some = min(2, 2 if self.task.num_train is None else self.task.num_train)
         prompts = self.eval_prompts or self.encoder.encode([self.task.train_item(i) for i in range(some)])

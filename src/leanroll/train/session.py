@@ -12,11 +12,12 @@ from leanroll.environment import describe
 from leanroll.errors import LeanrollError, ResumeError
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import SCHEDULE, RunDir, write_text
+from leanroll.rundir import SCHEDULE, ReadOnlyRunDir, RunDir, write_text
 from leanroll.rundir_lock import run_lock
 from leanroll.train import setup
 from leanroll.train.loop import LoopResult
 from leanroll.train.progress import RunDisplay
+from leanroll.train.ranks import Ranks
 from leanroll.train.trainer import Trainer
 
 AtEnd = Callable[[RunDir, Callable[[str], None]], None]
@@ -38,7 +39,7 @@ ConfigT = TypeVar("ConfigT", RLConfig, DistillConfig)
 
 def run_session(
     config: ConfigT,
-    build: Callable[[BudgetSchedule, RunDisplay], TrainerT],
+    build: Callable[[BudgetSchedule, RunDisplay, Ranks], TrainerT],
     summarise: Callable[[TrainerT, RunDir, LoopResult, float], SummaryT],
     *,
     resume: bool,
@@ -49,40 +50,51 @@ def run_session(
 
     build: makes the trainer, before anything is written. summarise: what the finished or interrupted run came to; its last
         argument is the seconds since the start.
+
+    Several processes (see `train.ranks`) call this together; the main one writes, locks and shows.
+
+    Raises:
+        RankError: another process of the run is gone, or does not go the same way.
     """
     began = time.perf_counter()
-    schedule = setup.build_schedule(config.rollout)
-    path = config.train.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with ExitStack() as stack, RunDisplay(config.train.steps, 1, quiet=quiet) as display:
+    ranks = Ranks.join(setup.device_of(config.model))
+    with ExitStack() as stack:
+        stack.enter_context(ranks.session())
+        ranks.check_equal(f"{to_toml(config)}resume = {resume}", "options")
+        schedule = setup.build_schedule(config.rollout)
+        path = config.train.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        display = stack.enter_context(RunDisplay(config.train.steps, 1, quiet=quiet or not ranks.is_main))
         previous = None
-        if resume:
+        if resume and ranks.is_main:
             _check_resumable(config)
             stack.enter_context(run_lock(path))
             previous = _open_run(path, config, schedule)
             if previous is None:
                 display.say(f"{path} holds no run yet; starting from the beginning.")
-        else:
+        elif ranks.is_main:
             RunDir.check_free(path)  # before a large model is read
         with display.phase("load"):
-            trainer = build(schedule, display)
+            trainer = build(schedule, display, ranks)
         with trainer.rewards:
             with display.phase("load"):
                 trainer.rewards.start()
-            if not resume:
-                stack.enter_context(run_lock(path))
-            run_dir = previous or _create_run(path, config, schedule, trainer.policy)
+            if ranks.is_main:
+                if not resume:
+                    stack.enter_context(run_lock(path))
+                previous = previous or _create_run(path, config, schedule, trainer.policy, ranks)
+            run_dir = _shared_run(previous, ranks)
             try:
                 summary = summarise(trainer, run_dir, trainer.train(run_dir), began)
             except LeanrollError:
-                _finish(at_end, run_dir, display)
+                _finish(at_end, run_dir, display, ranks)
                 raise
-            _finish(at_end, run_dir, display)
+            _finish(at_end, run_dir, display, ranks)
         display.say(summary.line())
     return summary
 
 
-def _finish(at_end: AtEnd | None, run_dir: RunDir, display: RunDisplay) -> None:
-    if at_end is not None:
+def _finish(at_end: AtEnd | None, run_dir: RunDir, display: RunDisplay, ranks: Ranks) -> None:
+    if at_end is not None and ranks.is_main:
         with display.phase("report"):
             at_end(run_dir, display.say)
 
@@ -125,8 +137,21 @@ def _open_run(path: str, config: ConfigT, schedule: BudgetSchedule) -> RunDir | 
     return run
 
 
-def _create_run(path: str, config: ConfigT, schedule: BudgetSchedule, policy: Policy) -> RunDir:
-    environment = describe({"device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")})
+def _shared_run(own: RunDir | None, ranks: Ranks) -> RunDir:
+    """The main rank's run directory; for the others one that they only read."""
+    path = ranks.from_main(None if own is None else own.path, "run directory")
+    assert path is not None
+    return own or ReadOnlyRunDir(path)
+
+
+def _create_run(path: str, config: ConfigT, schedule: BudgetSchedule, policy: Policy, ranks: Ranks) -> RunDir:
+    environment = describe(
+        {
+            "device": str(policy.device),
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "num_processes": ranks.size,
+        }
+    )
     run = RunDir.create(path, config_toml=to_toml(config), environment=environment)
     write_text(run.path / SCHEDULE, schedule.to_json() + "\n")
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.tasks import RewardSpec, Task, TaskItem, load_task
 from leanroll.tasks.rewards import RewardRunner
 from leanroll.tasks.user_rewards import load_reward
+from leanroll.train.ranks import ALONE, Ranks
+from leanroll.train.shared import SharedEngine, SharedRewards
 from leanroll.types import Prompt, SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -40,10 +43,9 @@ def build_policy(model: ModelConfig, adapter: AdapterConfig, *, training: bool, 
             path=Path(adapter.path) if adapter.path is not None else None,
             seed=seed,
         )
-    device = model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = load_policy(model.name, dtype=DTYPES[model.dtype], device=device, adapter=spec, revision=model.revision)
+    policy = load_policy(
+        model.name, dtype=DTYPES[model.dtype], device=device_of(model), adapter=spec, revision=model.revision
+    )
     if model.chat_template is not None:
         path = Path(model.chat_template)
         if not path.is_file():
@@ -77,15 +79,25 @@ def add_sampler(policy: Policy, options: SamplerAdapterConfig, *, seed: int = 0)
     )
 
 
+def device_of(model: ModelConfig) -> str:
+    """The torch device of `model.device`; "cuda" is the process's current one."""
+    if model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return model.device
+
+
 def build_schedule(rollout: RolloutConfig) -> BudgetSchedule:
     """The schedule with the scorer that is to be used. Raises ConfigError for a bad schedule."""
     schedule = BudgetSchedule.load(rollout.schedule)
     return schedule if rollout.scorer is None else replace(schedule, scorer=rollout.scorer)
 
 
-def build_engine(policy: Policy, schedule: BudgetSchedule, rollout: RolloutConfig) -> RolloutEngine:
-    """A rollout engine on the policy."""
-    return RolloutEngine(
+def build_engine(
+    policy: Policy, schedule: BudgetSchedule, rollout: RolloutConfig, ranks: Ranks = ALONE
+) -> RolloutEngine:
+    """A rollout engine on the policy. ranks: the processes that share its prompts."""
+    make = RolloutEngine if ranks.size == 1 else partial(SharedEngine, ranks=ranks)
+    return make(
         policy,
         schedule,
         kv_memory_gib=rollout.kv_memory_gib,
@@ -134,8 +146,10 @@ def build_task(config: TaskConfig) -> Task:
     return load_task(config.name, seed=seed, **options)
 
 
-def build_rewards(config: TaskConfig, task: Task) -> RewardRunner:
+def build_rewards(config: TaskConfig, task: Task, ranks: Ranks = ALONE) -> RewardRunner:
     """The weighted rewards of the recipe; the task's own where it names none. Close it after use.
+
+    ranks: the processes that share the scoring.
 
     Raises:
         ConfigError: a name that is not one of the task's rewards, or a function that does not exist.
@@ -152,7 +166,8 @@ def build_rewards(config: TaskConfig, task: Task) -> RewardRunner:
                 f"task.rewards names {reward.name!r}; task {task.name!r} has {', '.join(own) or 'none'}. Use one of these, or "
                 "give `function`."
             )
-    return RewardRunner(
+    make = RewardRunner if ranks.size == 1 else partial(SharedRewards, ranks=ranks)
+    return make(
         specs or list(task.rewards),
         num_workers=config.reward_workers,
         time_limit_s=config.reward_timeout_s,

@@ -7,19 +7,28 @@ import math
 from accelerate import Accelerator
 from torch import Tensor
 
+from leanroll.errors import TrainingDiverged
 from leanroll.models import Policy
 from leanroll.train.optim import MasterAdamW
+from leanroll.train.ranks import ALONE, Ranks
 
 
 class Stepper:
     """Backward, accumulate, clip, step. `num_updates` counts the updates of the run; the policy's version grows with each."""
 
     def __init__(
-        self, policy: Policy, optimizer: MasterAdamW, accelerator: Accelerator, *, max_grad_norm: float
+        self,
+        policy: Policy,
+        optimizer: MasterAdamW,
+        accelerator: Accelerator,
+        *,
+        max_grad_norm: float,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """max_grad_norm: gradients are scaled down to this global norm; 0 never."""
+        """max_grad_norm: gradients are scaled down to this global norm; 0 never. ranks: the processes whose micro-batches make up
+        an update."""
         self._policy, self._accelerator, self._max_grad_norm = policy, accelerator, max_grad_norm
-        self.optimizer = optimizer
+        self.optimizer, self.ranks = optimizer, ranks
         self.num_updates = 0
 
     def backward(self, loss: Tensor) -> tuple[float, float]:
@@ -33,6 +42,30 @@ class Stepper:
         self._accelerator.backward(loss)
         self.optimizer.accumulate()
         return value, self.optimizer.grad_norm()
+
+    def combine(self, loss: float, grad_norm: float) -> tuple[float, float]:
+        """After the backward passes of an update: add up losses and gradients of all ranks; returns the update's loss and norm.
+
+        One exchange per update, not one per backward pass as in torch's DDP: ranks may have different numbers of micro-batches,
+        or none. Losses are normalised over all ranks before, so this is a sum.
+
+        loss, grad_norm: of the own micro-batches, added up.
+
+        Raises:
+            TrainingDiverged: on all ranks, the sum is not finite though each rank's part was.
+        """
+        if self.ranks.size == 1:
+            return loss, grad_norm
+        self.ranks.sum_gradients(list(self.optimizer.masters.values()))
+        norm = self.optimizer.grad_norm()
+        if not math.isfinite(norm):
+            bad = self.bad_gradients()
+            self.abandon()
+            raise TrainingDiverged(
+                f"The gradient norm over all processes is {norm} ({', '.join(bad[:3]) or 'finite in each parameter'}); expected a "
+                "finite number. The update was not applied. A lower learning rate usually helps."
+            )
+        return sum(self.ranks.gather(loss, "loss")), norm
 
     def apply(self, lr_factor: float, grad_norm: float) -> None:
         """Update the weights with what is accumulated, whose norm is `grad_norm`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from leanroll.train.mismatch import mismatch_by_position
+from leanroll.train.ranks import ALONE, Ranks
 from leanroll.types import Rollout
 
 
@@ -90,9 +91,10 @@ class TokenRecord:
 class TokenStats:
     """Collects the records of a step and turns them into metrics (names and units: `leanroll.rundir_metrics`)."""
 
-    def __init__(self, *, bin_tokens: int, num_passes: int) -> None:
-        """bin_tokens: width of a bin of positions. num_passes: passes over the batch; each adds every token once."""
-        self._bin_tokens, self._num_passes = bin_tokens, num_passes
+    def __init__(self, *, bin_tokens: int, num_passes: int, ranks: Ranks = ALONE) -> None:
+        """bin_tokens: width of a bin of positions. num_passes: passes over the batch; each adds every token once. ranks: the
+        processes that have the records of a step between them."""
+        self._bin_tokens, self._num_passes, self._ranks = bin_tokens, num_passes, ranks
         self._records: list[TokenRecord] = []
 
     def add(self, record: TokenRecord) -> None:
@@ -100,14 +102,15 @@ class TokenStats:
         self._records.append(record)
 
     def metrics(self) -> dict[str, float]:
-        """What is said of ratios is said of all tokens that could enter the loss; empty without any."""
-        records = [r for r in self._records if r.could.any()]
+        """Of the records of all ranks; ratios are those of all tokens that could enter the loss. Empty without any."""
+        every = self._ranks.join_lists(self._records, "token statistics")
+        records = [r for r in every if r.could.any()]
         if not records:
             return {}
         log_ratio = np.concatenate([(r.old - r.sampler)[r.could] for r in records]).astype(np.float64)
         sequences = np.concatenate([_per_sequence(r) for r in records])
         ratio = np.exp(log_ratio)
-        metrics = self._of_the_loss() | {
+        metrics = self._of_the_loss(every) | {
             "ratio/mean": float(ratio.mean()),
             "ratio/min": float(ratio.min()),
             "ratio/max": float(ratio.max()),
@@ -123,9 +126,9 @@ class TokenStats:
             log_ratio, positions, bin_tokens=self._bin_tokens, num_passes=self._num_passes
         )
 
-    def _of_the_loss(self) -> dict[str, float]:
+    def _of_the_loss(self, every: Sequence[TokenRecord]) -> dict[str, float]:
         """Of the tokens in the loss; empty without any."""
-        records = [r for r in self._records if r.mask.any()]
+        records = [r for r in every if r.mask.any()]
         if not records:
             return {}
         total = {key: sum(r.sums.get(key, 0.0) for r in records) for key in records[0].sums}

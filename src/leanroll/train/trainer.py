@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, set_seed
+from torch import nn
 
 from leanroll.config import DistillConfig, RLConfig, to_dict, to_toml
 from leanroll.errors import ConfigError
@@ -30,34 +31,39 @@ from leanroll.train.evaluation import Evaluation, evaluate
 from leanroll.train.loop import Halt, LoopPlan, LoopResult, run_loop
 from leanroll.train.optim import MasterAdamW
 from leanroll.train.progress import RunDisplay
+from leanroll.train.ranks import ALONE, Ranks, fingerprint
 from leanroll.train.stepper import Stepper
 
 ConfigT = TypeVar("ConfigT", RLConfig, DistillConfig)
 BatchT = TypeVar("BatchT")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Trainer(ABC, Generic[ConfigT, BatchT]):
     """The objects of a run, and the `Algorithm` of the step loop. Close it after use."""
 
-    def __init__(self, config: ConfigT, schedule: BudgetSchedule, display: RunDisplay) -> None:
-        """Nothing is written, and no worker process is started yet.
+    def __init__(self, config: ConfigT, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE) -> None:
+        """Nothing is written, and no worker process is started yet. ranks: the processes of the run, each with a trainer.
 
         Raises:
             ConfigError, ModelError, BackendUnavailable: something in the recipe cannot be used.
         """
         _check(config)
         self.config: ConfigT = config
-        self.schedule, self.display = schedule, display
-        set_seed(config.train.seed % 2**32)  # of the global generators, which rewards in this process may draw from
+        self.schedule, self.display, self.ranks = schedule, display, ranks
+        # Of the global generators, which rewards in this process may draw from.
+        set_seed((config.train.seed + ranks.rank) % 2**32)
         self.policy: Policy = setup.build_policy(
             config.model, config.adapter, training=True, seed=config.train.seed % 2**31
         )
+        if ranks.size > 1:
+            ranks.check_equal(fingerprint(self.policy), "weights")
         if config.train.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
         self.task = setup.build_task(config.task)
         self.encoder = setup.PromptEncoder(self.policy, config.task)
-        self.rewards: RewardRunner = setup.build_rewards(config.task, self.task)
-        self.engine = setup.build_engine(self.policy, schedule, config.rollout)
+        self.rewards: RewardRunner = setup.build_rewards(config.task, self.task, ranks)
+        self.engine = setup.build_engine(self.policy, schedule, config.rollout, ranks)
         self.eval_items = self.task.eval_items(config.eval.num_prompts) if config.eval.num_prompts else []
         self.eval_prompts = self.encoder.encode(self.eval_items)
         self.eval_sampling = setup.eval_sampling(self.policy, config.rollout, config.eval)
@@ -77,18 +83,17 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             log_with=list(config.train.trackers) or None,
             project_dir=".",  # must be named here; `train` puts the run directory in its place
         )
-        if self.accelerator.num_processes > 1:
-            raise ConfigError(
-                f"Started as {self.accelerator.num_processes} processes; training runs in one for now. Start it without a "
-                "multi-process launcher."
-            )
         self.stepper = Stepper(
-            self.policy, self.optimizer, self.accelerator, max_grad_norm=config.optimizer.max_grad_norm
+            self.policy,
+            self.optimizer,
+            self.accelerator,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            ranks=ranks,
         )
         self.halt: Halt | None = None
         self.last_evaluation: Evaluation | None = None
         self._run: RunDir | None = None
-        self._random: dict[str, Any] = {}
+        self._random: list[dict[str, Any]] = []
 
     # -- Algorithm ----------------------------------------------------------------------------------------------------
 
@@ -179,12 +184,18 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             display,
             log=self._log,
             save=lambda step: self._save(checkpoints, step),
-            forget=checkpoints.go_back_to,
+            forget=lambda step: checkpoints.go_back_to(step) if self.ranks.is_main else None,
             summarise=self.step_line,
+            agree=lambda flag: self.ranks.any(flag, "interrupt"),
         )
-        if config.train.trackers:
-            self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:  # `end_training` would also end what the processes share
+            tracker.finish()
         return result
+
+    def prepare(self, module: ModuleT) -> ModuleT:
+        """A module for training. Never wrapped for several processes: `Stepper.combine` sums their gradients."""
+        prepared: ModuleT = self.accelerator.prepare_model(module, device_placement=False, evaluation_mode=True)
+        return prepared
 
     def before_training(self) -> dict[str, float]:
         """Metrics of step 0."""
@@ -211,19 +222,26 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.append_metrics({"step": step, **metrics})
-        # A checkpoint of this step may only be written when the next one fails, after its rewards have drawn numbers.
-        self._random = ckpt.random_state()
+        # A checkpoint of this step may only be written when the next one fails, after its rewards have drawn numbers; and then
+        # the ranks meet no more.
+        self._random = self.ranks.gather(ckpt.random_state(), "random states")
+        if self.ranks.size > 1:
+            self.ranks.check_equal(self.optimizer.checksum(), "updated weights")
         if self.config.train.trackers:
             self.accelerator.log(dict(metrics), step=step)
 
     def _save(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
+        if not self.ranks.is_main:
+            return
+
         def write(directory: Path) -> None:
             self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
             if self.policy.sampler is not None:
                 self.policy.sampler.save(directory / ckpt.SAMPLER_DIR)
             state = {
                 "optimizer": self.optimizer.state_dict(),
-                "random": self._random,
+                "random": self._random[0],
+                "random_of_others": self._random[1:],
                 "num_updates": self.num_updates,
                 "policy_version": self.policy.version,
                 **self.state(),
@@ -235,10 +253,13 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
 
     def _restore(self, checkpoints: ckpt.Checkpoints) -> int:
         """Load the latest checkpoint and forget what came after it; returns its step, -1 without one."""
-        latest = checkpoints.latest()
-        step = -1 if latest is None else int(ckpt.read_state(latest)["step"])
-        self.run.truncate_after(step)
-        checkpoints.drop_newer_than(step)
+        latest, step = None, -1
+        if self.ranks.is_main:
+            latest = checkpoints.latest()
+            step = -1 if latest is None else int(ckpt.read_state(latest)["step"])
+            self.run.truncate_after(step)
+            checkpoints.drop_newer_than(step)
+        latest, step = self.ranks.from_main((latest, step), "checkpoint")
         if latest is None:
             return -1
         state: dict[str, Any] = torch.load(
@@ -247,8 +268,9 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             weights_only=True,
         )
         self.optimizer.load_state_dict(state["optimizer"])
-        self._random = state["random"]
-        ckpt.set_random_state(self._random)
+        self._random = [state["random"], *state.get("random_of_others", [])]  # a run before there were several has none
+        if self.ranks.rank < len(self._random):  # a rank that the run did not have begins with its seed
+            ckpt.set_random_state(self._random[self.ranks.rank])
         self.stepper.num_updates = state["num_updates"]
         self.policy.version = state["policy_version"]
         self.load_state(state)

@@ -7,7 +7,7 @@ before the first micro-batch, a pass over the whole batch comes first. Both are 
 the sampler's log-probs; what the sampler was is put right by the importance correction.
 
 Normalisers are computed per update over all of its micro-batches, so gradients do not depend on
-`train.micro_batch_tokens`.
+`train.micro_batch_tokens`, nor on the number of processes: each knows all groups, and runs the model on its share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from leanroll.models import Policy
 from leanroll.rundir import RunDir
 from leanroll.train.diagnosis import write_diagnosis
 from leanroll.train.progress import RunDisplay
-from leanroll.train.rejection import ratio_limits, reject_rollouts
+from leanroll.train.rejection import Rejected, ratio_limits, reject_rollouts
 from leanroll.train.stepper import Stepper
 from leanroll.train.token_stats import TokenRecord, TokenStats
 from leanroll.types import Rollout, RolloutGroup
@@ -46,13 +46,14 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One mini-batch; what follows the groups has one entry per rollout, in order.
+    """One mini-batch; rejected and outliers have one entry per rollout, in order.
 
-    old, ref: log-probs [T]; None where not needed. rejected: for its ratios. outliers: bool [T], tokens whose weight is 0; None
-    where not looked for.
+    own: which of its groups this process runs the model on. old, ref: per rollout of those, in order, log-probs [T]; None where
+    not needed. rejected: for its ratios. outliers: bool [T], tokens whose weight is 0; None where not looked for.
     """
 
     groups: Sequence[TrainingGroup]
+    own: range
     old: Sequence[Tensor] | None
     ref: Sequence[Tensor] | None
     rejected: Sequence[bool]
@@ -61,6 +62,13 @@ class _Part:
     @property
     def rollouts(self) -> list[Rollout]:
         return [r for g in self.groups for r in g.group.rollouts]
+
+    @property
+    def own_rollouts(self) -> slice:
+        """Where the rollouts of the own groups lie among those of all."""
+        sizes = [len(g.group.rollouts) for g in self.groups]
+        first = sum(sizes[: self.own.start])
+        return slice(first, first + sum(sizes[i] for i in self.own))
 
 
 class PolicyUpdater:
@@ -92,7 +100,9 @@ class PolicyUpdater:
         rl, optimizer = self._config.rl, self._config.optimizer
         factor = optimizer.rate_factor(step, self._config.train.steps)
         parts, metrics = self._parts(groups)
-        stats = TokenStats(bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations)
+        stats = TokenStats(
+            bin_tokens=self._config.measure.bin_tokens, num_passes=rl.num_iterations, ranks=self._stepper.ranks
+        )
         losses: list[float] = []
         norms: list[float] = []
         tokens = sum(sum(self._lengths(part)) for part in parts)
@@ -101,8 +111,9 @@ class PolicyUpdater:
             for part in parts:
                 if self._is_empty(part):  # nothing to learn from, and AdamW must not coast
                     if part.old is not None:
-                        could = [self._counts(r) for r in part.rollouts]
-                        stats.add(TokenRecord.unused(part.rollouts, part.old, could))
+                        own = part.rollouts[part.own_rollouts]
+                        if own:
+                            stats.add(TokenRecord.unused(own, part.old, [self._counts(r) for r in own]))
                     continue
                 with self._display.phase("update"):
                     loss, norm = self._update_once(step, part, tokens / len(parts), factor, stats)
@@ -134,7 +145,10 @@ class PolicyUpdater:
         """Cut into mini-batches, with what must be known before the first update; and metrics of what was rejected."""
         rl = self._config.rl
         count = min(rl.num_mini_batches, len(groups))
-        plain = [g.group for g in groups]
+        cut: list[tuple[list[TrainingGroup], range]] = []
+        for indices in np.array_split(np.arange(len(groups)), count) if groups else []:
+            cut.append(([groups[i] for i in indices], self._stepper.ranks.share(len(indices))))
+        plain = [chosen[i].group for chosen, own in cut for i in own]
         old = ref = None
         if groups and (count > 1 or rl.num_iterations > 1 or self._limits.active):
             with self._display.phase("score"):
@@ -148,24 +162,39 @@ class PolicyUpdater:
                         ref = self._score(self._policy, plain)
         rejected = None
         if old is not None and self._limits.active:
-            rollouts = [r for g in plain for r in g.rollouts]
-            rejected = reject_rollouts(self._limits, rollouts, old, [self._counts(r) for r in rollouts])
+            rejected = self._reject(cut, old)
         parts: list[_Part] = []
-        first = 0
-        for indices in np.array_split(np.arange(len(groups)), count) if groups else []:
-            chosen = [groups[i] for i in indices]
-            last = first + sum(len(g.group.rollouts) for g in chosen)
+        first = all_first = 0
+        for chosen, own in cut:
+            last = first + sum(len(chosen[i].group.rollouts) for i in own)
+            every = slice(all_first, all_first + sum(len(g.group.rollouts) for g in chosen))
             parts.append(
                 _Part(
                     chosen,
+                    own,
                     old and old[first:last],
                     ref and ref[first:last],
-                    rejected.completions[first:last] if rejected else (False,) * (last - first),
-                    rejected.outliers[first:last] if rejected else None,
+                    rejected.completions[every] if rejected else (False,) * (every.stop - every.start),
+                    rejected.outliers[every] if rejected else None,
                 )
             )
+            all_first = every.stop
             first = last
         return parts, dict(rejected.metrics) if rejected else {}
+
+    def _reject(self, cut: Sequence[tuple[list[TrainingGroup], range]], old: Sequence[Tensor]) -> Rejected:
+        """What is rejected of all rollouts, the same on every rank; old: log-probs of the own ones."""
+        rollouts: list[Rollout] = []
+        places: list[int] = []
+        for chosen, own in cut:
+            for number, group in enumerate(chosen):
+                if number in own:
+                    places += range(len(rollouts), len(rollouts) + len(group.group.rollouts))
+                rollouts += group.group.rollouts
+        pairs = [(place, logprobs.cpu()) for place, logprobs in zip(places, old, strict=True)]
+        found = dict(self._stepper.ranks.join_lists(pairs, "log-probs before the update"))
+        ordered = [found[place].to(self._policy.device) for place in range(len(rollouts))]
+        return reject_rollouts(self._limits, rollouts, ordered, [self._counts(r) for r in rollouts])
 
     def _score(self, policy: Policy, groups: Sequence[RolloutGroup]) -> tuple[Tensor, ...]:
         scores = score(
@@ -182,7 +211,6 @@ class PolicyUpdater:
     ) -> tuple[float, float]:
         """One optimizer update; returns its loss and gradient norm."""
         config = self._config
-        rollouts = part.rollouts
         divisors = denominators(
             config.rl.loss_type,
             torch.tensor(self._lengths(part)),
@@ -190,8 +218,10 @@ class PolicyUpdater:
             num_tokens=tokens_per_update if config.rl.loss_type == "dapo" else None,
         ).to(self._policy.device)
         advantages = torch.from_numpy(np.concatenate([g.advantages for g in part.groups])).to(self._policy.device)
-        batches = pack([g.group for g in part.groups], config.train.micro_batch_tokens)
-        total = 0.0
+        groups, own = [part.groups[i].group for i in part.own], part.own_rollouts
+        rollouts, divisors, advantages = part.rollouts[own], divisors[own], advantages[own]
+        batches = pack(groups, config.train.micro_batch_tokens)
+        total = norm = 0.0
         for number, batch in enumerate(batches):
             self._display.advance(number, len(batches))
             loss, record = self._loss(batch.to(self._policy.device), part, rollouts, advantages, divisors)
@@ -200,6 +230,7 @@ class PolicyUpdater:
                 self._stop(step, value, norm, batch, record)
             total += value
             stats.add(record)
+        total, norm = self._stepper.combine(total, norm)
         self._stepper.apply(lr_factor, norm)
         return total, norm
 
@@ -212,13 +243,14 @@ class PolicyUpdater:
         old = logprobs.detach() if part.old is None else join(part.old)
         sampler = torch.tensor([x for s in batch.samples for x in rollouts[s].logprobs], device=device)
         could = completion_mask([r.finish_reason for r in rollouts], batch.sample_ids, rl.mask_truncated_completions)
-        mask = could & ~torch.tensor(part.rejected, device=device)[batch.sample_ids]
+        own = part.own_rollouts
+        mask = could & ~torch.tensor(part.rejected[own], device=device)[batch.sample_ids]
         corrected = correction(
             old, sampler, batch.sample_ids, rl.importance_sampling_mode, cap=rl.importance_sampling_cap, mask=mask
         )
         weights = corrected.weights
         if part.outliers is not None:
-            weights = (torch.ones_like(old) if weights is None else weights).masked_fill(join(part.outliers), 0.0)
+            weights = (torch.ones_like(old) if weights is None else weights).masked_fill(join(part.outliers[own]), 0.0)
         loss, sums = policy_loss(
             logprobs,
             old,

@@ -1,0 +1,265 @@
+"""I5: two processes train what one trains. All jobs run in one launch of two CPU processes; see tests/rank_jobs.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leanroll.config import DistillConfig, RLConfig, to_toml
+from leanroll.errors import ConfigError
+from leanroll.rundir import RunDir
+from leanroll.rundir_metrics import is_timing
+from leanroll.train import distill, rl
+from leanroll.train.ranks import Ranks
+from tests.integration.test_distill import recipe as distill_recipe
+from tests.recipe import reward, save_tiny_model, tiny_recipe
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+TOLERANCE = {"rel": 2e-4, "abs": 2e-5}
+"""Of a metric after three steps in fp32: sums over groups are taken in another order, and AdamW divides by small numbers."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Folders of the runs of one process and of two, and what became of the jobs."""
+
+    folder: Path
+
+    def run(self, name: str, processes: int) -> Path:
+        return self.folder / f"{name}-{processes}"
+
+    def results(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / f"{name}.{rank}.json").read_text()) for rank in (0, 1)]
+
+    def metrics(self, name: str, processes: int) -> list[dict[str, Any]]:
+        records = RunDir.open(self.run(name, processes)).read_metrics()
+        return [{k: v for k, v in record.items() if not is_timing(k)} for record in records]
+
+    def state(self, name: str, processes: int) -> dict[str, Any]:
+        path = self.run(name, processes) / "checkpoints" / "latest" / "trainer.pt"
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        return state
+
+
+def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
+    """What one process trains as well. Their run directories are set at the call."""
+    student = save_tiny_model(folder / "student")
+    teacher = folder / "teacher"
+    tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
+    tiny_tokenizer().save_pretrained(teacher)
+    whole = {"adapter__type": "none", "adapter__r": None, "adapter__alpha": None}
+    return {
+        # Several micro-batches per process, an odd number of held-out prompts, acceptance with bounds.
+        "rl": tiny_recipe(
+            student,
+            folder,
+            task__rewards=reward("disturbed"),
+            train__micro_batch_tokens=160,
+            train__save_every=1,
+            rl__loss_type="dapo",
+            rl__num_iterations=2,
+            rl__beta=0.01,
+            measure__alpha_every=1,
+            measure__num_top_logprobs=4,
+            eval__num_prompts=3,
+        ),
+        # Three groups in three updates: the second process never has one to train on. Groups without variance are resampled.
+        "rl-uneven": tiny_recipe(
+            student,
+            folder,
+            **whole,
+            task__rewards=reward("any_liked_id"),
+            optimizer__learning_rate=0.001,
+            rl__prompts_per_step=3,
+            rl__num_mini_batches=3,
+            rl__num_generations=2,
+            rl__loss_type="bnpo",
+            rl__filter_zero_std=True,
+            rl__resample_zero_std=1,
+            train__steps=2,
+            eval__num_prompts=1,
+        ),
+        "distill": distill_recipe(
+            (student, teacher),
+            folder,
+            distill__prompts_per_step=3,
+            distill__num_generations=2,
+            distill__compare_full=True,
+            teacher__evaluate=True,
+            teacher__min_margin=-1.0,
+            guard__every=2,
+            guard__num_prompts=3,
+            train__micro_batch_tokens=140,
+        ),
+        "distill-ranked": distill_recipe(
+            (student, teacher),
+            folder,
+            **whole,
+            optimizer__learning_rate=0.001,
+            distill__selection="top_reverse_kl",
+            distill__selected_tokens=2,
+            distill__normalizer="token_mean",
+            distill__prompts_per_step=1,
+            train__steps=2,
+            eval__num_prompts=1,
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    folder = tmp_path_factory.mktemp("ranks")
+    found = Launch(folder)
+    jobs: list[dict[str, Any]] = [{"name": "apart", "verb": "apart"}, {"name": "sums", "verb": "sums"}]
+
+    def add(name: str, recipe: str, run: str, **more: Any) -> None:
+        overrides = [["train.run_dir", str(found.run(run, 2))], *more.pop("overrides", [])]
+        verb = recipe.split("-")[0]
+        jobs.append(
+            {"name": name, "verb": verb, "recipe": str(folder / f"{recipe}.toml"), "overrides": overrides, **more}
+        )
+
+    for name, config in recipes(folder).items():
+        (folder / f"{name}.toml").write_text(to_toml(config))
+        add(name, name, name)
+        train = config.train.model_copy(update={"run_dir": str(found.run(name, 1))})
+        alone = config.model_copy(update={"train": train})
+        if isinstance(alone, RLConfig):
+            rl.run(alone, quiet=True)
+        else:
+            distill.run(alone, quiet=True)
+    # Calls of the reward: evaluation, then one per step. Interrupted in step 1, failed in step 3, finished.
+    add("interrupted", "rl", "broken", disturb="1:2:interrupt")
+    add("failed", "rl", "broken", resume=True, disturb="1:2:fail")
+    add("resumed", "rl", "broken", resume=True)
+    add("diverged", "rl", "diverged", poison=[1, 1])
+    add("bug", "rl", "bug", **{"break": [0]})
+    add("taken", "rl", "rl")
+    add("different", "rl", "different", seeds=[0, 1])
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.rank_jobs", str(folder / "jobs.json"), str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+@pytest.mark.parametrize("name", ["rl", "rl-uneven", "distill", "distill-ranked"])
+def test_two_processes_train_what_one_trains(launch: Launch, name: str) -> None:
+    one, two = launch.metrics(name, 1), launch.metrics(name, 2)
+    assert launch.results(name)[0].get("error") is None, launch.results(name)
+    assert [r.keys() for r in one] == [r.keys() for r in two]
+    for record, other in zip(one, two, strict=True):
+        for key, value in record.items():
+            assert other[key] == pytest.approx(value, **TOLERANCE), f"step {record['step']}, {key}"
+    for step in RunDir.open(launch.run(name, 1)).rollout_steps():
+        texts = [RunDir.open(launch.run(name, n)).rollouts_path(step).read_text() for n in (1, 2)]
+        assert texts[0] == texts[1], f"completions of step {step}"
+    weights, others = (launch.state(name, n)["optimizer"]["masters"] for n in (1, 2))
+    for key, weight in weights.items():
+        torch.testing.assert_close(others[key], weight, rtol=1e-3, atol=2e-4, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_uneven_run_had_a_process_without_groups(launch: Launch) -> None:
+    records = launch.metrics("rl-uneven", 2)
+    assert all(r["updates"] == r["trained_groups"] > 0 for r in records[1:]), "one group per update"
+    assert max(r["prompts"] for r in records[1:]) > 3, "resampled"
+
+
+def test_evaluations_are_those_of_one_process(launch: Launch) -> None:
+    for name, files in (("rl", ["step-000000.json", "step-000003.json"]), ("distill", ["teacher.json"])):
+        for file in files:
+            one, two = (json.loads((launch.run(name, n) / "eval" / file).read_text()) for n in (1, 2))
+            assert one == two, file
+            assert one["num_prompts"] >= 3
+
+
+def test_only_the_main_process_writes(launch: Launch) -> None:
+    for name in ("rl", "distill"):
+        one, two = ({str(p.relative_to(launch.run(name, n))) for p in launch.run(name, n).rglob("*")} for n in (1, 2))
+        assert one == two
+    assert RunDir.open(launch.run("rl", 2)).read_environment()["num_processes"] == 2
+    assert len(launch.state("rl", 2)["random_of_others"]) == 1
+
+
+def test_interrupted_failed_and_resumed_is_never_broken(launch: Launch) -> None:
+    assert launch.results("interrupted") == [{"last_step": 1, "interrupted": True}] * 2, (
+        "the signal went to one process"
+    )
+    here, there = launch.results("failed")
+    assert (here["error"], there["error"]) == ("RewardError", "RewardError")
+    assert here["text"].startswith("Process 1 of 2: Reward 'disturbed' failed")
+    assert launch.results("resumed") == [{"last_step": 3, "interrupted": False}] * 2
+    assert launch.metrics("broken", 2) == launch.metrics("rl", 2)
+    weights, others = (launch.state(name, 2)["optimizer"]["masters"] for name in ("rl", "broken"))
+    for key, weight in weights.items():
+        assert torch.equal(weight, others[key]), key
+
+
+def test_a_failure_of_one_stops_all(launch: Launch) -> None:
+    here, there = launch.results("diverged")
+    assert (here["error"], there["error"]) == ("TrainingDiverged", "TrainingDiverged")
+    assert "Process 1 of 2: Step 1: the loss is nan" in here["text"]
+    assert json.loads((launch.run("diverged", 2) / "diagnosis" / "step-000001.json").read_text())["loss"] == "nan"
+    assert [r["step"] for r in launch.metrics("diverged", 2)] == [0]
+    here, there = launch.results("bug")
+    assert here == {"error": "ZeroDivisionError", "text": "a bug"}
+    assert there == {"error": "RankError", "text": "Process 0 of 2: ZeroDivisionError: a bug"}
+    here, there = launch.results("taken")
+    assert (here["error"], there["error"]) == ("ConfigError", "ConfigError")
+    assert "is not empty" in there["text"]
+
+
+def test_processes_that_differ_stop(launch: Launch) -> None:
+    for result in launch.results("different"):
+        assert result["error"] == "RankError"
+        assert "Options of process 1 are not those of process 0" in result["text"]
+    for result in launch.results("apart"):
+        assert result["error"] == "RankError"
+        assert "0 is at 'place 0', 1 is at 'place 1'" in result["text"]
+
+
+def test_exchanges(launch: Launch) -> None:
+    here, there = launch.results("sums")
+    assert here["shares"] == [[], [0], [0, 1], [0, 1]]
+    assert there["shares"] == [[], [], [2], [2, 3]]
+    for result in (here, there):
+        assert result["gradients"] == [[3.0] * 4, [0.0, 1.0, 2.0], None, [10.0, 10.0]]
+        assert result["split"] == [0, 10, 20, 30, 40]
+        assert result["any"] == [True, False]
+        assert result["from_main"] == "of 0"
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_sharding_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ConfigError, match="expected plain data parallelism"):
+        Ranks.join("cpu")
+
+
+def test_alone_everything_is_the_identity() -> None:
+    alone = Ranks()
+    assert list(alone.share(3)) == [0, 1, 2]
+    assert alone.split([1, 2], lambda own: [math.sqrt(x) for x in own], "roots") == [1.0, math.sqrt(2)]
+    with alone.session(), pytest.raises(RuntimeError, match="passed on"):
+        raise RuntimeError("passed on")
