@@ -102,9 +102,13 @@ class CalibrationConfig(Section):
             )
         if self.continuations and not self.held_out:
             raise ValueError("continuations is set but held_out is 0, so there is nothing to continue; set one of them")
-        inert = sorted({"distill_trajectories", "distill_tokens"} & self.model_fields_set)
-        if inert and not self.distill_steps:
-            raise ValueError(
-                f"{inert[0]} is set but has no effect, because distill_steps is 0; remove it or set distill_steps"
-            )
+        for field, because in self.inert_fields().items():
+            if field in self.model_fields_set:
+                raise ValueError(f"{field} is set but has no effect, because {because}; remove it or change that")
         return self
+
+    def inert_fields(self) -> dict[str, str]:
+        """Fields without effect → why; resolved files leave them out."""
+        if self.distill_steps:
+            return {}
+        return dict.fromkeys(("distill_trajectories", "distill_tokens"), "distill_steps is 0 (no adapter is trained)")

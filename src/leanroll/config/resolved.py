@@ -12,6 +12,7 @@ from leanroll.config.alarm import AlarmConfig
 from leanroll.config.inert import inert_options
 from leanroll.config.load import read_toml, validate
 from leanroll.config.recipes import (
+    CalibrateConfig,
     DistillConfig,
     ProfileConfig,
     Recipe,
@@ -49,6 +50,9 @@ def to_dict(config: Recipe) -> dict[str, Any]:
         for option in inert_options(config):
             section, _, field = option.partition(".")
             data[section].pop(field, None)
+    if isinstance(config, CalibrateConfig):
+        for field in config.calibrate.inert_fields():
+            data["calibrate"].pop(field, None)
     if isinstance(config, ProfileConfig):
         for field in config.inert_profile_options():
             data["profile"].pop(field, None)
