@@ -75,7 +75,7 @@ def test_a_healthy_run_is_quiet(seed: int) -> None:
         ({"rise": 0.2}, {"kl_growth"}),
         ({"tail": 0.5}, {"tail"}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "+".join(sorted(value)),
 )
 def test_each_way_to_collapse_is_found(change: dict[str, float], signals: set[str]) -> None:
     """Ten steps to fall, and at most eleven more: patience, and measurements of acceptance every five steps."""
