@@ -350,6 +350,12 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
     return count
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return data
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file; a last line cut by a kill (no newline) is left out."""
     with path.open(encoding="utf-8") as file:

@@ -115,6 +115,17 @@ def test_a_run_of_a_suite_is_that_run_alone(finished: Path, tmp_path: Path) -> N
     assert metrics(tmp_path / "x") == metrics(run.path)
 
 
+def test_student_and_teacher_are_evaluated_before_training_once(finished: Path) -> None:
+    runs = [RunDir.open(finished.parent / "out" / f"{arm}-seed{seed}") for seed in (1, 2) for arm in ("long", "short")]
+    assert ["time/eval_s" in run.read_metrics()[0] for run in runs] == [True, False, False, False]
+    for run in runs[1:]:
+        for name in ("step-000000.json", "teacher.json"):
+            assert json.loads((run.path / "eval" / name).read_text()) == json.loads(
+                (runs[0].path / "eval" / name).read_text()
+            )
+        assert run.read_metrics()[0]["eval/teacher/margin"] == runs[0].read_metrics()[0]["eval/teacher/margin"]
+
+
 def test_finished_runs_are_kept(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from leanroll.cli.training import EXIT_INTERRUPTED, write_page
-from leanroll.config import Suite, SuiteRun, load_suite, read_resolved, resume_conflicts
+from leanroll.config import Suite, SuiteRun, changed_options, load_suite, read_resolved, resume_conflicts
 from leanroll.environment import describe
 from leanroll.errors import ConfigError, ResumeError
 from leanroll.rundir import EVAL, TEACHER_EVAL, RunDir, write_json, write_text
@@ -30,6 +30,9 @@ from leanroll.rundir_lock import run_lock
 from leanroll.tasks.metrics import Interval, bootstrap_mean, mean_at_k
 
 RESULT, PAGE = "suite.json", "suite.md"
+
+_AFTER_THE_START = ("name", "train.", "distill.", "optimizer.", "guard.", "adapt.")
+"""Options that change nothing before the first step. (A new adapter changes nothing either, whatever its seed.)"""
 
 TRAINING_PHASES = ("time/rollout_s", "time/teacher_s", "time/score_s", "time/update_s")
 """What a second of training is: evaluations, checkpoints and loading do not count."""
@@ -58,7 +61,7 @@ def run(path: str, overrides: Sequence[tuple[str, str]]) -> int:
         with _Interrupts() as interrupts:
             for number, item in enumerate(missing, start=1):
                 console.print(f"run {number} of {len(missing)} · {item.arm}, seed {item.seed}", markup=False)
-                interrupted = _train(item)
+                interrupted = _train(item, _twin(suite, item))
                 if interrupted or (interrupts.seen and number < len(missing)):
                     console.print(f"Interrupted; the same command goes on with {path} in {suite.folder}.", markup=False)
                     return EXIT_INTERRUPTED
@@ -70,13 +73,22 @@ def run(path: str, overrides: Sequence[tuple[str, str]]) -> int:
     return 0
 
 
-def _train(item: SuiteRun) -> bool:
+def _train(item: SuiteRun, twin: RunDir | None) -> bool:
     """Train to the end; returns whether Ctrl-C stopped it before."""
     from leanroll.train import distill
 
-    summary = distill.run(item.config, resume=item.path.exists(), at_end=write_page)
+    summary = distill.run(item.config, resume=item.path.exists(), at_end=write_page, twin=twin)
     gc.collect()  # a trainer has reference cycles; the next run's model is not to stand beside this one's
     return summary.interrupted
+
+
+def _twin(suite: Suite, item: SuiteRun) -> RunDir | None:
+    """A finished run that began where this one begins, so that student and teacher need no second evaluation."""
+    for other in suite.runs:
+        changes = changed_options(other.config, item.config)
+        if all(key.startswith(_AFTER_THE_START) for key in changes) and _is_finished(other):
+            return RunDir.open(other.path)
+    return None
 
 
 # -- before training --------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from leanroll.report.curves import (
 )  # fmt: skip
 from leanroll.report.layout import grid, table
 from leanroll.report.positions import draw_by_position, draw_position_map, first_middle_last, measured
-from leanroll.report.tables import phase_table, read_json, summary_table, teacher_evaluation
-from leanroll.rundir import FULL_STEP, RunDir
+from leanroll.report.tables import phase_table, summary_table, teacher_evaluation
+from leanroll.rundir import FULL_STEP, RunDir, read_json
 
 _BINS = "distill/pos_"
 

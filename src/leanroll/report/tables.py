@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from leanroll.report.curves import PHASES, Records
 from leanroll.report.layout import table
-from leanroll.rundir import EVAL, TEACHER_EVAL, RunDir
+from leanroll.rundir import EVAL, TEACHER_EVAL, RunDir, read_json
 from leanroll.rundir_metrics import describe_metric
 
 
@@ -67,9 +65,3 @@ def phase_table(records: Records) -> str:
     if whole:
         rows.append(["whole step", f"{median(whole):.4g}", str(len(whole)), ""])
     return table(["phase", "median, s", "steps with it", "share of all time"], rows) if rows else ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object."""
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return data

@@ -20,7 +20,7 @@ import numpy as np
 from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
-from leanroll.rundir import EVAL, FULL_STEP, RunDir, write_json
+from leanroll.rundir import EVAL, FULL_STEP, TEACHER_EVAL, RunDir, read_json, write_json
 from leanroll.tasks import TaskItem
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
@@ -89,11 +89,17 @@ class DistillSummary:
 
 
 def run(
-    config: DistillConfig, resume: bool = False, *, quiet: bool = False, at_end: AtEnd | None = None
+    config: DistillConfig,
+    resume: bool = False,
+    *,
+    quiet: bool = False,
+    at_end: AtEnd | None = None,
+    twin: RunDir | None = None,
 ) -> DistillSummary:
     """Train a student.
 
-    resume, quiet, at_end: as for `rl.run`.
+    resume, quiet, at_end: as for `rl.run`. twin: a run that began with the same student, teacher and held-out prompts, whose
+        evaluations before training are taken over instead of repeated.
 
     Raises:
         What `rl.run` raises, and besides
@@ -102,16 +108,25 @@ def run(
             teacher.min_margin.
         OutOfMemory: a step does not fit in memory, however small its micro-batches.
     """
-    return run_session(config, partial(DistillTrainer, config), _summary, resume=resume, quiet=quiet, at_end=at_end)
+    build = partial(DistillTrainer, config, twin=twin)
+    return run_session(config, build, _summary, resume=resume, quiet=quiet, at_end=at_end)
 
 
 class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
     """The student follows the teacher on the beginnings of its own completions."""
 
     def __init__(
-        self, config: DistillConfig, schedule: BudgetSchedule, display: RunDisplay, ranks: Ranks = ALONE
+        self,
+        config: DistillConfig,
+        schedule: BudgetSchedule,
+        display: RunDisplay,
+        ranks: Ranks = ALONE,
+        *,
+        twin: RunDir | None = None,
     ) -> None:
+        """twin: see `run`."""
         super().__init__(config, schedule, display, ranks)
+        self._twin = twin
         options = config.distill
         self.order = PromptOrder(self.task.num_train, options.prompts_per_step, 1, config.train.seed)
         self.teacher = Teacher(config, self.policy)
@@ -332,9 +347,12 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         Raises:
             TeacherError: the lower end of the teacher's margin is below teacher.min_margin.
         """
-        metrics = self.preflight.metrics() | self.evaluate(0)
+        metrics = self.preflight.metrics()
         if self.guard is not None:
             metrics |= self.guard.set_baseline(self.run.path / EVAL if self.ranks.is_main else None)
+        if self._twin is not None:
+            return metrics | self._take_over(self._twin)
+        metrics |= self.evaluate(0)
         least = self.config.teacher.min_margin
         if not self.config.teacher.evaluate or not self.eval_items:
             return metrics
@@ -358,6 +376,15 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
             "eval/teacher/margin_low_95": margin.low,
             "eval/teacher/margin_high_95": margin.high,
         }
+
+    def _take_over(self, twin: RunDir) -> dict[str, float]:
+        """The twin's evaluations before training: files and metrics."""
+        self.run.write_eval(0, read_json(twin.eval_path(0)))
+        teacher = twin.path / EVAL / TEACHER_EVAL
+        if teacher.is_file():
+            self.run.write_teacher_eval(read_json(teacher))
+        (first,) = (r for r in twin.read_metrics() if r["step"] == 0)
+        return {name: value for name, value in first.items() if name.startswith("eval/")}
 
     def on_resume(self, step: int) -> None:
         if self.guard is not None:
