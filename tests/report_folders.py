@@ -15,7 +15,7 @@ BIN_TOKENS = 128
 RUN_PLOTS = [
     "Reward", "Rewards by name", "Tail acceptance by length", "Budgets by length", "Held tail by length",
     "Acceptance of the sampler",
-    "Tokens with acceptance above 0.999", "Sampler KL by position", "Importance ratio by position", "Signs of collapse",
+    "Tokens with acceptance above 0.999", "Sparse sampler and dense policy", "Sampler KL by position", "Importance ratio by position", "Signs of collapse",
     "Completion length", "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm",
     "Speed of rollouts", "Time per phase",
 ]  # fmt: skip
@@ -87,6 +87,7 @@ def _training(step: int) -> dict[str, float]:
         if number < 2:  # nothing was as long as the third
             metrics |= {f"{prefix}tail": 0.93 - 0.01 * number, f"{prefix}tail_low": 0.92 - 0.01 * number}
             metrics[f"{prefix}effective_tokens"] = 300.0
+    metrics["sampler_adapter/kl"] = 0.05 / step
     if step > 4:
         metrics |= {"alarm/length": 0.1, "alarm/entropy": 0.2, "alarm/reward": 0.0, "alarm/raised": 0}
     if step % 3 == 1:

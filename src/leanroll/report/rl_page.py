@@ -32,6 +32,12 @@ ACCEPTANCE = Panel(
     ),
     "All lengths",
 )
+_SAMPLER_KL = Panel(
+    "Sparse sampler and dense policy",
+    (("sampler_adapter/kl", "KL(sparse ‖ dense)"),),
+    "Full vocabulary, per sparsely decoded token, before each update of the sampler's adapter",
+    from_zero=True,
+)
 ACCEPTED = Panel("Tokens with acceptance above 0.999", (("alpha/share_above_0999", "share"),))
 COMMON = (
     Panel(
@@ -98,6 +104,7 @@ def _figures(run: RunDir, records: Records, config: dict[str, Any]) -> list[str]
         draw_held_tails(records),
         draw_panel(ACCEPTANCE, records),
         draw_panel(ACCEPTED, records),
+        draw_panel(_SAMPLER_KL, records),
         draw_kl_by_position(records, bin_tokens),
         draw_ratio_by_position(records, bin_tokens),
         draw_panel(SIGNS, records),
