@@ -15,7 +15,8 @@ BIN_TOKENS = 128
 RUN_PLOTS = [
     "Reward", "Rewards by name", "Tail acceptance by length", "Budgets by length", "Held tail by length",
     "Acceptance of the sampler",
-    "Tokens with acceptance above 0.999", "Sparse sampler and dense policy", "Sampler KL by position", "Importance ratio by position", "Signs of collapse",
+    "Tokens with acceptance above 0.999", "Sparse sampler and dense policy",
+    "Sampler KL by position", "Importance ratio by position", "Signs of collapse",
     "Completion length", "Entropy", "KL", "Log ratio of policy and sampler", "Shares", "Gradient norm",
     "Speed of rollouts", "Time per phase",
 ]  # fmt: skip

@@ -25,7 +25,8 @@ def test_shipped_suite() -> None:
     assert suite.config.seeds == (0, 1, 2)
     assert len(suite.runs) == 3 * len(suite.config.arms) == 51
     first = {run.arm: run.config for run in suite.runs if run.seed == 0}
-    assert all(config.teacher.privileged for config in first.values())
+    assert {config.teacher.adapter for config in first.values()} == {str(SHIPPED.parent / "teachers" / "ifollow")}
+    assert all(config.teacher.min_margin == 0.1 for config in first.values())
     early = [config.distill for config in first.values() if not config.distill.full_rollouts]
     assert [d.num_tokens for d in early if d.asks_teacher] == [8, 16, 32]
     assert [d.num_tokens for d in early if not d.asks_teacher] == [16]
