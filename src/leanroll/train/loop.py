@@ -111,7 +111,9 @@ def run_loop(
                     try:
                         save(last)
                     except StorageError as refused:
-                        raise StorageError(f"{refused}\nIt was to be saved because of another error:\n{error}") from error
+                        raise StorageError(
+                            f"{refused}\nIt was to be saved because of another error:\n{error}"
+                        ) from error
                 raise
             final = step == plan.num_steps
             if final or _due(step, plan.eval_every):
