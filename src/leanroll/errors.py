@@ -55,6 +55,10 @@ class RunDirInUse(UserError):
     """Another process writes to the run directory."""
 
 
+class StorageError(LeanrollError):
+    """The disk refused a write during a run: full, over quota, read-only, or broken."""
+
+
 class TeacherError(LeanrollError):
     """A student cannot learn from this teacher: it is not better, or the two do not fit together."""
 

@@ -34,6 +34,7 @@ from typing import IO, Any
 from leanroll.errors import ConfigError, ResumeError
 from leanroll.rundir_lock import LOCK
 from leanroll.rundir_metrics import check_record
+from leanroll.rundir_storage import storing
 
 CONFIG = "config.toml"
 ENVIRONMENT = "environment.json"
@@ -172,29 +173,33 @@ class RunDir:
 
         Raises:
             ValueError: a name that the schema does not know, no `step`, or a value that is not a finite number.
+            StorageError: the disk refused it; as much of the line as it took is dropped by `truncate_after`.
         """
         line = json.dumps(check_record(record), allow_nan=False) + "\n"
-        with self.metrics_path.open("a", encoding="utf-8") as file:
+        with storing(self.metrics_path), self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write a step's completions, atomically; one JSON object per line."""
+        """Write a step's completions, atomically; one JSON object per line. Raises StorageError."""
         path = self.rollouts_path(step)
-        write_jsonl(path, records)
+        with storing(path):
+            write_jsonl(path, records)
         return path
 
     def write_eval(self, step: int, result: Mapping[str, Any]) -> Path:
-        """Write an evaluation's result, atomically."""
+        """Write an evaluation's result, atomically. Raises StorageError."""
         path = self.eval_path(step)
-        write_json(path, result)
+        with storing(path):
+            write_json(path, result)
         return path
 
     def write_teacher_eval(self, result: Mapping[str, Any]) -> Path:
-        """Write the teacher's evaluation, atomically."""
+        """Write the teacher's evaluation, atomically. Raises StorageError."""
         path = self.path / EVAL / TEACHER_EVAL
-        write_json(path, result)
+        with storing(path):
+            write_json(path, result)
         return path
 
     def write_alarm(self, step: int, alarm: Mapping[str, Any]) -> Path:
@@ -215,7 +220,14 @@ class RunDir:
         Metrics are rewritten atomically, a half-written last line (killed while appending) is dropped. Rollouts and
         evaluations of later steps are removed, and temporary files that a kill left. Diagnoses stay: they say why a run
         stopped. Checkpoints are the trainer's.
+
+        Raises:
+            StorageError: the disk refused it; what is left can be resumed again.
         """
+        with storing(self.path):
+            self._truncate_after(step)
+
+    def _truncate_after(self, step: int) -> None:
         if self.metrics_path.exists():
             kept: list[str] = []
             for line in self.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True):

@@ -1,39 +1,106 @@
 """Kill a training run with SIGKILL at random moments, resume it, and compare it with an uninterrupted one (invariant
 I4).
 
-    python -m tests.invariants.kill_and_resume recipe.toml WORK_DIR [--kills 3] [--seed 0] [--section.option VALUE ...]
+    python -m tests.invariants.kill_and_resume recipe.toml WORK_DIR [--verb distill] [--kills 3] [--by-phase] [--seed 0]
+        [--section.option VALUE ...]
 
 Both runs go to WORK_DIR (`straight`, `killed`). Prints what differs and exits with 1, or prints that nothing does.
-Every attempt is a forked process, so that importing torch is paid once; run it with OMP_NUM_THREADS=1 when cores are
-busy.
+With --by-phase every kill is aimed into one phase, at a random moment of it, and the phases of the run take turns
+(rollout, reward, score, update, eval, checkpoint, …); the counts that are printed say where the kills fell. A run has to
+have more steps than kills for all of them. Every attempt is a forked process, so that importing torch is paid once; run it
+with OMP_NUM_THREADS=1 when cores are busy.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import mmap
 import os
 import random
 import signal
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from leanroll.config import RLConfig, load_config, split_overrides
+from leanroll.config import DistillConfig, RLConfig, load_config, split_overrides
 from leanroll.rundir import RunDir
 from leanroll.rundir_metrics import is_timing
-from leanroll.train import rl
+from leanroll.train import distill, rl
+from leanroll.train.progress import RunDisplay
+
+_NAME_BYTES = 64
+_LONGEST_DELAY_S = 0.2
 
 
-def attempt(config: RLConfig, *, resume: bool, kill_after: float | None) -> bool:
-    """Run in a forked process; returns False if it was killed after `kill_after` seconds (None: never)."""
+@dataclass(frozen=True)
+class Aim:
+    """Kill `delay_s` seconds after phase `phase` began for the `count`-th time in an attempt."""
+
+    phase: str
+    count: int
+    delay_s: float
+
+
+class PhaseWatch:
+    """The phase that an attempt is in, in memory that it shares with its parent and that outlives it."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _NAME_BYTES)
+
+    def read(self) -> str:
+        return self._memory[:].rstrip(b"\0").decode() or "between phases"
+
+    def write(self, name: str) -> None:
+        self._memory[:] = name.encode().ljust(_NAME_BYTES, b"\0")
+
+    def install(self, aim: Aim | None) -> None:
+        """Follow the phases of this process from now on, and kill it where `aim` says."""
+        original, begun = RunDisplay.phase, Counter[str]()
+
+        @contextlib.contextmanager
+        def phase(display: RunDisplay, name: str, total: float | None = None) -> Iterator[None]:
+            outer = self._memory[:]
+            self.write(name)
+            begun[name] += 1
+            if aim is not None and (name, begun[name]) == (aim.phase, aim.count):
+                threading.Timer(aim.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            try:
+                with original(display, name, total):
+                    yield
+            finally:
+                self._memory[:] = outer
+
+        RunDisplay.phase = phase  # type: ignore[method-assign,assignment]
+
+
+def attempt(
+    config: RLConfig | DistillConfig,
+    *,
+    resume: bool,
+    kill_after: float | None = None,
+    aim: Aim | None = None,
+    watch: PhaseWatch | None = None,
+) -> bool:
+    """Run in a forked process; returns False if it was killed, after `kill_after` seconds or where `aim` says."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            rl.run(config, resume=resume, quiet=True)
+            if watch is not None:
+                watch.write("")
+                watch.install(aim)
+            if isinstance(config, RLConfig):
+                rl.run(config, resume=resume, quiet=True)
+            else:
+                distill.run(config, resume=resume, quiet=True)
             code = 0
         finally:
             sys.stderr.flush()
@@ -42,7 +109,10 @@ def attempt(config: RLConfig, *, resume: bool, kill_after: float | None) -> bool
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
-            if os.waitstatus_to_exitcode(status) != 0:
+            code = os.waitstatus_to_exitcode(status)
+            if aim is not None and code == -signal.SIGKILL:
+                return False
+            if code != 0:
                 raise RuntimeError(f"the run failed by itself ({status}); its error is above")
             return True
         if deadline is not None and time.monotonic() >= deadline:
@@ -52,21 +122,54 @@ def attempt(config: RLConfig, *, resume: bool, kill_after: float | None) -> bool
         time.sleep(0.005)
 
 
-def run_with_kills(config: RLConfig, seconds: float, kills: int, seed: int) -> int:
-    """Kill up to `kills` times at random moments of a run that takes `seconds`; returns how many attempts were
-    killed."""
+def run_with_kills(config: RLConfig | DistillConfig, seconds: float, kills: int, seed: int) -> Counter[str]:
+    """Kill up to `kills` times at random moments of a run that takes `seconds`; returns the number of kills by the
+    phase they fell in."""
     run_dir = Path(str(config.train.run_dir))
     rng = random.Random(seed)
     # Later kills are aimed later: a resumed run has less to do, and every part of a run should be hit.
-    killed = 0
+    watch, found = PhaseWatch(), Counter[str]()
     for number in range(kills):
         low, high = 0.9 * number / kills, 0.9 * (number + 1) / kills
         begun = progress(run_dir)
-        if attempt(config, resume=run_dir.is_dir(), kill_after=max(0.0, rng.uniform(low, high) - begun) * seconds):
-            return killed
-        killed += 1
-    attempt(config, resume=run_dir.is_dir(), kill_after=None)
-    return killed
+        delay = max(0.0, rng.uniform(low, high) - begun) * seconds
+        if attempt(config, resume=run_dir.is_dir(), kill_after=delay, watch=watch):
+            return found
+        found[watch.read()] += 1
+    attempt(config, resume=run_dir.is_dir())
+    return found
+
+
+def run_with_kills_by_phase(
+    config: RLConfig | DistillConfig, seconds: dict[str, float], kills: int, seed: int
+) -> Counter[str]:
+    """Kill up to `kills` times, in one phase after the other; seconds: how long each of them takes. Returns the number of
+    kills by the phase they fell in: a phase may be over when the signal comes."""
+    run_dir = Path(str(config.train.run_dir))
+    rng = random.Random(seed)
+    order = sorted(seconds)
+    rng.shuffle(order)
+    watch, found = PhaseWatch(), Counter[str]()
+    for number in range(kills):
+        name = order[number % len(order)]
+        # Some phases come once in several steps: a second one of those would cost many steps per kill.
+        count = 1 if name in ("eval", "checkpoint") else rng.randint(1, 2)
+        aim = Aim(name, count, rng.uniform(0.0, min(seconds[name], _LONGEST_DELAY_S)))
+        if attempt(config, resume=run_dir.is_dir(), aim=aim, watch=watch):
+            return found
+        found[watch.read()] += 1
+    attempt(config, resume=run_dir.is_dir())
+    return found
+
+
+def phase_seconds(run_dir: Path) -> dict[str, float]:
+    """Mean seconds of each phase in the steps that have it."""
+    times: dict[str, list[float]] = {}
+    for record in RunDir.open(run_dir).read_metrics()[1:]:
+        for name, value in record.items():
+            if name.startswith("time/") and name != "time/step_s":
+                times.setdefault(name.removeprefix("time/").removesuffix("_s"), []).append(value)
+    return {name: sum(values) / len(values) for name, values in times.items()}
 
 
 def progress(run_dir: Path) -> float:
@@ -115,23 +218,34 @@ def unequal(a: Any, b: Any, path: str = "") -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """The command line of the module docstring."""
-    rest, overrides = split_overrides(arguments, RLConfig)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verb = argparse.ArgumentParser(add_help=False)
+    verb.add_argument("--verb", choices=["rl", "distill"], default="rl")
+    chosen, arguments = verb.parse_known_args(arguments)
+    schema: type[RLConfig] | type[DistillConfig] = RLConfig if chosen.verb == "rl" else DistillConfig
+    rest, overrides = split_overrides(arguments, schema)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[verb]
+    )
     parser.add_argument("recipe")
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--by-phase", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parsed = parser.parse_args(rest)
+    straight, killed = parsed.work_dir / "straight", parsed.work_dir / "killed"
     configs = [
-        load_config(RLConfig, parsed.recipe, [*overrides, ("train.run_dir", str(parsed.work_dir / name))])
-        for name in ("straight", "killed")
+        load_config(schema, parsed.recipe, [*overrides, ("train.run_dir", str(path))]) for path in (straight, killed)
     ]
     start = time.monotonic()
-    attempt(configs[0], resume=False, kill_after=None)
-    killed = run_with_kills(configs[1], time.monotonic() - start, parsed.kills, parsed.seed)
-    found = differences(parsed.work_dir / "straight", parsed.work_dir / "killed")
-    print("\n".join(found) if found else "no difference", f"({killed} attempts killed)")
-    return 1 if found or not killed else 0
+    attempt(configs[0], resume=False)
+    if parsed.by_phase:
+        kills = run_with_kills_by_phase(configs[1], phase_seconds(straight), parsed.kills, parsed.seed)
+    else:
+        kills = run_with_kills(configs[1], time.monotonic() - start, parsed.kills, parsed.seed)
+    found = differences(straight, killed)
+    where = ", ".join(f"{count} in {name}" for name, count in sorted(kills.items()))
+    print("\n".join(found) if found else "no difference", f"({kills.total()} attempts killed: {where})")
+    return 1 if found or not kills else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ SOURCE = Path(leanroll.__file__).parent
 
 # A module may import its own layer and those above it.
 LAYERS = (
-    ("errors", "types", "rundir", "rundir_lock", "rundir_metrics", "environment"),
+    ("errors", "types", "rundir", "rundir_lock", "rundir_metrics", "rundir_storage", "environment"),
     ("config",),
     ("sandbox",),
     ("tasks",),

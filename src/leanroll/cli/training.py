@@ -59,3 +59,5 @@ def write_page(run: RunDir, say: Callable[[str], None]) -> None:
         write_report(run, run.path / REPORT)
     except MissingExtra as error:
         say(f"No {REPORT} written. {error}")
+    except OSError as error:  # the run itself is complete, and every number of the page is in it
+        say(f"No {REPORT} written ({error.strerror or error}). Run `leanroll report {run.path}` once there is room.")

@@ -82,7 +82,7 @@ class _Worker:
             return
         try:
             reply = self.connection.recv() if self.connection.poll(START_LIMIT_S) else None
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             self.kill()
             raise RewardError(
                 f"A reward worker died while loading {', '.join(self._names)} ({self._exit()}). Its output:\n"
@@ -111,7 +111,7 @@ class _Worker:
         """The reply that is waiting, or the worker's death."""
         try:
             reply = self.connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # at its end, reset, or cut in the middle of a reply
             self.kill()
             return Outcome(CallFailure("died", f"the worker process died ({self._exit()})"), self.output())
         self._pending = False
@@ -120,6 +120,11 @@ class _Worker:
     def output(self) -> str:
         """The end of what the worker printed since the last `send`."""
         return self._tail.decode(errors="replace").strip()
+
+    @property
+    def was_killed(self) -> bool:
+        """Ended by SIGKILL, which is how the system and users end a process; valid after `receive` said that it died."""
+        return self.process.returncode == -signal.SIGKILL
 
     @property
     def usable(self) -> bool:
@@ -180,6 +185,9 @@ class RewardPool:
     def run(self, calls: Sequence[Call], limit_s: float, stop_at_failure: bool = False) -> dict[int, Outcome]:
         """Run the calls, each within `limit_s` seconds; a late worker is killed and replaced.
 
+        A call whose worker somebody else killed (SIGKILL: a user, or the system when memory runs out) is made once more before
+        that counts as its outcome.
+
         Returns:
             position in `calls` → outcome; with `stop_at_failure`, only what was known when the first failure came.
         """
@@ -187,6 +195,7 @@ class RewardPool:
         waiting = deque(range(len(calls)))
         busy: dict[int, tuple[int, float]] = {}  # worker → (call, deadline)
         done: dict[int, Outcome] = {}
+        repeated: set[int] = set()
         try:
             while waiting or busy:
                 for number in range(len(self._workers)):
@@ -195,6 +204,11 @@ class RewardPool:
                         busy[number] = (waiting.popleft(), time.monotonic() + limit_s)
                 for number, outcome in self._finished(busy, limit_s):
                     call, _ = busy.pop(number)
+                    if self._lost(number, outcome) and call not in repeated:
+                        _LOG.warning("A reward worker was killed during a call; the call is made once more.")
+                        repeated.add(call)
+                        waiting.append(call)
+                        continue
                     done[call] = outcome
                     if outcome.failed and stop_at_failure:
                         return done
@@ -228,6 +242,10 @@ class RewardPool:
         except (BrokenPipeError, ConnectionResetError):
             _LOG.warning("A reward worker died while idle and is replaced.")
             self._ready_worker(number).send(call)  # the failed send has made it unusable
+
+    def _lost(self, number: int, outcome: Outcome) -> bool:
+        reply = outcome.reply
+        return isinstance(reply, CallFailure) and reply.kind == "died" and self._workers[number].was_killed
 
     def _finished(self, busy: dict[int, tuple[int, float]], limit_s: float) -> list[tuple[int, Outcome]]:
         connections = {self._workers[number].connection: number for number in busy}

@@ -26,6 +26,7 @@ import torch
 
 from leanroll.errors import ResumeError
 from leanroll.rundir import step_name, sync_folder, write_json
+from leanroll.rundir_storage import storing
 
 LATEST = "latest"
 STATE_FILE = "state.json"
@@ -43,21 +44,30 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
-        """Write one checkpoint: `write(directory)` fills it, `state` becomes state.json together with the step."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Write one checkpoint: `write(directory)` fills it, `state` becomes state.json together with the step.
+
+        Raises:
+            StorageError: the disk refused it; the checkpoint in force stays, and the unfinished one gives its room back.
+        """
         final = self.directory / step_name(step)
         temp = self.directory / f"{_TEMP}{final.name}"
-        shutil.rmtree(temp, ignore_errors=True)
-        temp.mkdir()
-        write(temp)
-        write_json(temp / STATE_FILE, {**state, "step": step})
-        _sync_tree(temp)
-        if final.exists():  # left by a run that was killed before `latest` moved
-            shutil.rmtree(final)
-        os.replace(temp, final)
-        sync_folder(self.directory)
-        self._point_to(final)
-        self._prune()
+        with storing(final):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temp, ignore_errors=True)
+            try:
+                temp.mkdir()
+                write(temp)
+                write_json(temp / STATE_FILE, {**state, "step": step})
+                _sync_tree(temp)
+            except BaseException:
+                shutil.rmtree(temp, ignore_errors=True)  # or else a full disk stays full
+                raise
+            if final.exists():  # left by a run that was killed before `latest` moved
+                shutil.rmtree(final)
+            os.replace(temp, final)
+            sync_folder(self.directory)
+            self._point_to(final)
+            self._prune()
         return final
 
     def latest(self) -> Path | None:
@@ -81,20 +91,26 @@ class Checkpoints:
         return path
 
     def drop_newer_than(self, step: int) -> None:
-        """Remove temporary directories and checkpoints after `step`, left by a kill."""
-        for path in self._complete():
-            if _step(path) > step:
+        """Remove temporary directories and checkpoints after `step`, left by a kill. Raises StorageError."""
+        with storing(self.directory):
+            for path in self._complete():
+                if _step(path) > step:
+                    shutil.rmtree(path)
+            for path in self.directory.glob(f"{_TEMP}{_PREFIX}*"):
                 shutil.rmtree(path)
-        for path in self.directory.glob(f"{_TEMP}{_PREFIX}*"):
-            shutil.rmtree(path)
 
     def go_back_to(self, step: int) -> None:
-        """Put the newest checkpoint of `step` or before in force and remove the later ones; without one, all are removed."""
-        kept = [path for path in self._complete() if _step(path) <= step]
-        if kept:
-            self._point_to(kept[-1])
-        else:
-            (self.directory / LATEST).unlink(missing_ok=True)
+        """Put the newest checkpoint of `step` or before in force and remove the later ones; without one, all are removed.
+
+        Raises:
+            StorageError: the disk refused it.
+        """
+        with storing(self.directory):
+            kept = [path for path in self._complete() if _step(path) <= step]
+            if kept:
+                self._point_to(kept[-1])
+            else:
+                (self.directory / LATEST).unlink(missing_ok=True)
         self.drop_newer_than(step)
 
     def _point_to(self, checkpoint: Path) -> None:

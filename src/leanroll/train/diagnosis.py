@@ -11,6 +11,7 @@ import numpy as np
 
 from leanroll.measure.packing import PackedBatch
 from leanroll.rundir import RunDir, step_name, write_json
+from leanroll.rundir_storage import storing
 
 
 def write_diagnosis(
@@ -31,6 +32,9 @@ def write_diagnosis(
 
     values: by name, [R], one per completion token of the micro-batch, whose samples are `sample_ids` [R]. sums: over the
         micro-batch.
+
+    Raises:
+        StorageError: the disk refused it.
     """
     completions = [
         {
@@ -45,19 +49,18 @@ def write_diagnosis(
         for sample, rollout in sorted(batch.rollouts.items())
     ]
     path = run.diagnosis_path(f"{step_name(step)}.json")
-    write_json(
-        path,
-        {
-            "step": step,
-            "loss": _plain(loss),
-            "grad_norm": _plain(grad_norm),
-            "parameters_with_bad_gradients": list(bad_gradients),
-            "input_tokens": batch.num_inputs,
-            "statistics": {name: _describe(array) for name, array in values.items()},
-            "sums": {name: _plain(value) for name, value in sums.items()},
-            "completions": completions,
-        },
-    )
+    record = {
+        "step": step,
+        "loss": _plain(loss),
+        "grad_norm": _plain(grad_norm),
+        "parameters_with_bad_gradients": list(bad_gradients),
+        "input_tokens": batch.num_inputs,
+        "statistics": {name: _describe(array) for name, array in values.items()},
+        "sums": {name: _plain(value) for name, value in sums.items()},
+        "completions": completions,
+    }
+    with storing(path):
+        write_json(path, record)
     return path
 
 

@@ -21,6 +21,7 @@ from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import EVAL, FULL_STEP, TEACHER_EVAL, RunDir, read_json, write_json
+from leanroll.rundir_storage import storing
 from leanroll.tasks import TaskItem
 from leanroll.tasks.metrics import mean_at_k, paired_difference
 from leanroll.train import setup
@@ -107,6 +108,7 @@ def run(
         TeacherError: their templates or stop tokens do not fit, or the teacher is not better than the student by
             teacher.min_margin.
         OutOfMemory: a step does not fit in memory, however small its micro-batches.
+        StorageError: the disk of the run directory is full, has become read-only, or failed; no page is written then.
     """
     build = partial(DistillTrainer, config, twin=twin)
     return run_session(config, build, _summary, resume=resume, quiet=quiet, at_end=at_end)
@@ -436,7 +438,8 @@ def _summary(trainer: DistillTrainer, run: RunDir, result: LoopResult, began: fl
     if trainer.config.distill.compare_full and not result.interrupted and result.halted is None:
         comparison = trainer.compare_full()
         if trainer.ranks.is_main:
-            write_json(run.path / FULL_STEP, asdict(comparison))
+            with storing(run.path / FULL_STEP):
+                write_json(run.path / FULL_STEP, asdict(comparison))
     records = run.read_metrics()
     held_out = [r["eval/reward/mean"] for r in records if "eval/reward/mean" in r]
     teacher = [r["eval/teacher/mean"] for r in records if "eval/teacher/mean" in r]

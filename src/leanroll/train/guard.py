@@ -17,6 +17,7 @@ from leanroll.errors import ResumeError, RolloutError
 from leanroll.measure.collapse import BoxedStats, CollapseLimits, CollapseReport, LengthStats, compare
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rundir import write_json
+from leanroll.rundir_storage import storing
 from leanroll.train.progress import RunDisplay
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
@@ -50,7 +51,8 @@ class CollapseGuard:
         returns metrics."""
         self._baseline = self._probe()
         if folder is not None:
-            write_json(folder / BASELINE, asdict(self._baseline))
+            with storing(folder / BASELINE):
+                write_json(folder / BASELINE, asdict(self._baseline))
         return metrics_of(self._baseline)
 
     def read_baseline(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from leanroll.errors import LeanrollError
+from leanroll.errors import LeanrollError, StorageError
 from leanroll.train.progress import RunDisplay
 
 BatchT = TypeVar("BatchT")
@@ -96,6 +96,7 @@ def run_loop(
     Raises:
         LeanrollError: from the algorithm (it diverged, a reward failed, …); the last step's state is saved first when this
             one had not changed it.
+        StorageError: the disk refuses what is written, or what was to be saved because of another error, which it then names.
     """
     last = plan.first_step - 1
     saved = last
@@ -104,9 +105,16 @@ def run_loop(
             updates_before = algorithm.num_updates
             try:
                 metrics = algorithm.update(step, algorithm.collect(step))
-            except LeanrollError:
+            except StorageError:
+                raise  # a checkpoint needs more room than what did not fit
+            except LeanrollError as error:
                 if algorithm.num_updates == updates_before and saved < last:
-                    save(last)
+                    try:
+                        save(last)
+                    except StorageError as refused:
+                        raise StorageError(
+                            f"{refused}\nIt was to be saved because of another error:\n{error}"
+                        ) from error
                 raise
             final = step == plan.num_steps
             if final or _due(step, plan.eval_every):

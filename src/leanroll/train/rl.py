@@ -23,6 +23,7 @@ from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import HELD_SCHEDULE, RunDir, write_text
+from leanroll.rundir_storage import storing
 from leanroll.train import setup
 from leanroll.train.alpha import alpha_metrics, choose_trajectories
 from leanroll.train.collect import Collector, RLBatch
@@ -105,6 +106,7 @@ def run(
         RewardError: a reward failed and task.on_reward_error is "fail".
         TrainingDiverged: a loss or gradient is not finite; see diagnosis/ in the run directory.
         RankError: with several processes, one is gone, or does not go the way of the others.
+        StorageError: the disk of the run directory is full, has become read-only, or failed; no page is written then.
     """
     return run_session(config, partial(RLTrainer, config), _summary, resume=resume, quiet=quiet, at_end=at_end)
 
@@ -214,7 +216,9 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
 
     def _write_schedule(self) -> None:
         if self.held is not None and self.ranks.is_main:
-            write_text(self.run.path / HELD_SCHEDULE, self.held.schedule.to_json() + "\n")
+            path = self.run.path / HELD_SCHEDULE
+            with storing(path):
+                write_text(path, self.held.schedule.to_json() + "\n")
 
     def _sampler_adapter(self) -> SamplerAdapterTrainer | None:
         """The sampler's own adapter and its optimizer (DistillSparse), where the recipe has one."""

@@ -9,11 +9,12 @@ from typing import Any, Protocol, TypeVar
 
 from leanroll.config import DistillConfig, RLConfig, read_resolved, resume_conflicts, to_toml
 from leanroll.environment import describe
-from leanroll.errors import LeanrollError, ResumeError
+from leanroll.errors import LeanrollError, ResumeError, StorageError
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import SCHEDULE, ReadOnlyRunDir, RunDir, write_text
 from leanroll.rundir_lock import run_lock
+from leanroll.rundir_storage import storing
 from leanroll.train import setup
 from leanroll.train.loop import LoopResult
 from leanroll.train.progress import RunDisplay
@@ -85,6 +86,8 @@ def run_session(
             run_dir = _shared_run(previous, ranks)
             try:
                 summary = summarise(trainer, run_dir, trainer.train(run_dir), began)
+            except StorageError:
+                raise  # where no record could be written, a page cannot either
             except LeanrollError:
                 _finish(at_end, run_dir, display, ranks)
                 raise
@@ -153,5 +156,6 @@ def _create_run(path: str, config: ConfigT, schedule: BudgetSchedule, policy: Po
         }
     )
     run = RunDir.create(path, config_toml=to_toml(config), environment=environment)
-    write_text(run.path / SCHEDULE, schedule.to_json() + "\n")
+    with storing(run.path / SCHEDULE):
+        write_text(run.path / SCHEDULE, schedule.to_json() + "\n")
     return run

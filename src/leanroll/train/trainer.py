@@ -246,7 +246,9 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
                 "policy_version": self.policy.version,
                 **self.state(),
             }
-            torch.save(state, directory / ckpt.TRAINER_FILE)
+            # Through a file of Python's: torch's own writer does not say why it failed.
+            with (directory / ckpt.TRAINER_FILE).open("wb") as file:
+                torch.save(state, file)
 
         with self.display.phase("checkpoint"):
             checkpoints.save(step, write, {"config": to_dict(self.config)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -68,6 +69,18 @@ def misbehaves(completions: list[str], **_: Any) -> list[Any]:
             value = float(len(sys.stdin.read()))
         values.append(value)
     return values
+
+
+def kills_itself(completions: list[str], mark: list[str], **_: Any) -> list[float]:
+    """SIGKILL as from outside, as many times as the first column says it has left."""
+    path = mark[0]
+    with open(path, encoding="ascii") as file:
+        left = int(file.read())
+    if left:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
 
 
 def floods(completions: list[str], **_: Any) -> list[float]:

@@ -334,6 +334,19 @@ def test_a_worker_killed_from_outside_is_replaced() -> None:
     assert second != first
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_in_a_call(tmp_path: Path, caplog: pytest.LogCaptureFixture, workers: int) -> None:
+    """Once is somebody else's doing, and the call is made again; twice counts as the reward's."""
+    mark = tmp_path / "mark"
+    mark.write_text("1")
+    with RewardRunner([spec("kills_itself")], num_workers=workers) as runner:
+        assert runner.score(items(3, mark=str(mark)), ["a", "b", "c"]).total.tolist() == [1, 1, 1]
+        assert "made once more" in caplog.text
+        mark.write_text("2")
+        with pytest.raises(RewardError, match="SIGKILL"):
+            runner.score(items(1, mark=str(mark)), ["a"])
+
+
 def test_an_interrupted_score_leaves_no_stale_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardRunner([spec("length")]) as runner:
         runner.start()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from leanroll.errors import LeanrollError, RewardError, TrainingDiverged
+from leanroll.errors import LeanrollError, RewardError, StorageError, TrainingDiverged
 from leanroll.train.loop import Halt, LoopPlan, LoopResult, run_loop
 from leanroll.train.progress import RunDisplay
 
@@ -145,3 +145,14 @@ def test_an_error_keeps_the_last_intact_state(error: LeanrollError) -> None:
     with pytest.raises(TrainingDiverged):
         recorder.run(LoopPlan(1, 5, 0, 0))
     assert "save 2" not in recorder.events, "the parameters are no longer those of step 2"
+
+
+def test_a_disk_that_refuses_is_not_asked_for_more() -> None:
+    def refuse(step: int) -> None:
+        if step == 3:
+            raise StorageError("full")
+
+    recorder = Recorder(refuse)
+    with pytest.raises(StorageError):
+        recorder.run(LoopPlan(1, 5, 0, 0))
+    assert recorder.events[-2:] == ["log 2", "update 3"]
