@@ -204,8 +204,9 @@ class RunDir:
 
     def write_alarm(self, step: int, alarm: Mapping[str, Any]) -> Path:
         """Write what a collapse alarm said, atomically; the step is added."""
-        path = self.diagnosis_path(f"alarm-{step:06d}.json")
-        write_json(path, {"step": step, **alarm})
+        path = self.path / DIAGNOSIS / f"alarm-{step:06d}.json"
+        with storing(path):
+            write_json(self.diagnosis_path(path.name), {"step": step, **alarm})
         return path
 
     def read_alarms(self) -> list[dict[str, Any]]:
