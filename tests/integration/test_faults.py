@@ -30,6 +30,7 @@ from tests.recipe import HERE, poison_loss, save_tiny_model, tiny_recipe
 CHANGES: dict[str, Any] = {
     "rl__prompts_per_step": 2,
     "rollout__max_completion_length": 8,
+    "train__steps": 2,
     "train__save_every": 1,
     "eval__every": 1,
     "eval__num_prompts": 2,
@@ -136,8 +137,8 @@ def test_full_disk(
 def test_full_disk_in_the_command_line(model: Path, disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and no traceback; a page for which there is no room does not fail a run that is complete."""
     run = disk / "run"
-    options = {**CHANGES, "eval__num_prompts": 0, "eval__num_samples": None, "eval__every": 0, "train__steps": 1}
-    rl.run(tiny_recipe(model, run, **options), quiet=True)
+    no_eval = {"eval__num_prompts": 0, "eval__num_samples": None, "eval__every": None}
+    rl.run(tiny_recipe(model, run, **{**CHANGES, **no_eval, "train__steps": 1}), quiet=True)
     with pytest.MonkeyPatch.context() as patch:
         before(patch, RunDir, "write_rollouts", lambda: fill(disk), lambda step: True)
         assert main(["rl", str(run), "--resume", "--train.steps", "2"]) == 1
@@ -209,19 +210,20 @@ def test_read_only_in_the_middle(model: Path, straight: Path, tmp_path: Path) ->
     assert differences(straight, run) == []
 
 
-def test_nan_in_one_micro_batch(model: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one of a step, so that a gradient was there already; the step is repeated from its beginning."""
-    run = tmp_path / "run"
-    config = tiny_recipe(model, run, **CHANGES, train__micro_batch_tokens=64)
+def test_nan_in_one_micro_batch(model: Path, tmp_path: Path) -> None:
+    """The second of a step, so that a gradient was there already; the step is repeated from its beginning."""
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    changes = {**CHANGES, "train__save_every": 0, "train__micro_batch_tokens": 192}
+    rl.run(tiny_recipe(model, straight, **changes), quiet=True)
     with pytest.MonkeyPatch.context() as patch:
-        poison_loss(patch, call=1)
-        with pytest.raises(TrainingDiverged, match=r"Step 1: the loss is nan in one micro-batch"):
-            rl.run(config, quiet=True)
-    assert json.loads((run / "diagnosis" / "step-000001.json").read_text())["loss"] == "nan"
-    rl.run(config, resume=True, quiet=True)
-    whole = tmp_path / "whole"
-    rl.run(tiny_recipe(model, whole, **CHANGES, train__micro_batch_tokens=64), quiet=True)
-    assert differences(whole, run) == []
+        poison_loss(patch, call=4)
+        with pytest.raises(TrainingDiverged, match=r"Step 2: the loss is nan in one micro-batch"):
+            rl.run(tiny_recipe(model, run, **changes), quiet=True)
+    diagnosis = json.loads((run / "diagnosis" / "step-000002.json").read_text())
+    assert (diagnosis["loss"], len(diagnosis["completions"])) == ("nan", 4), "one of two groups"
+    assert os.readlink(run / "checkpoints" / "latest") == "step-000001"
+    rl.run(tiny_recipe(model, run, **changes), resume=True, quiet=True)
+    assert differences(straight, run) == []
 
 
 def test_nan_in_a_distillation(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -321,4 +323,4 @@ def test_a_name_that_an_earlier_run_has(model: Path, tmp_path: Path, monkeypatch
 def test_trainer_files_are_what_torch_reads(straight: Path) -> None:
     """They are written through a file of Python's, so that an error of the disk keeps its reason."""
     state = torch.load(straight / "checkpoints" / "latest" / trainer.ckpt.TRAINER_FILE, weights_only=True)
-    assert state["num_updates"] == 3
+    assert state["num_updates"] == 2

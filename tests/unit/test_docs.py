@@ -47,3 +47,14 @@ def test_the_makefile_rebuilds_for_every_native_source():
     watched = re.search(r"^NATIVE := .*$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert watched is not None
     assert sources == set(re.findall(r"-name '\*(\.\w+)'", watched[0]))
+
+
+def test_the_table_of_faults_names_tests_that_exist():
+    """`folder/file.py::test`; an ellipsis stands for integration/test_faults.py."""
+    found = 0
+    for name, test in re.findall(r"`(\S+\.py|…)(?:::(\w+))?`", (ROOT / "docs/faults.md").read_text(encoding="utf-8")):
+        path = "integration/test_faults.py" if name == "…" else name
+        text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+        assert not test or f"\ndef {test}(" in text, f"{path}::{test}"
+        found += 1
+    assert found > 15
