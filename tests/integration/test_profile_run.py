@@ -137,7 +137,7 @@ def test_both_students_are_the_models_on_disk(run: Path, models: tuple[Path, Pat
 def test_prompts_with_numbers_of_their_own_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
-        "".join(json.dumps({"prompt": f"say {i}", "answer": "", "num_tokens": 1 + i % 4}) + "\n" for i in range(8))
+        "".join(json.dumps({"prompt": f"say {i}", "answer": "1", "num_tokens": 1 + i % 4}) + "\n" for i in range(8))
     )
     own = {"distill__per_prompt_tokens": True, "distill__num_tokens": None, "train__steps": 1}
     task = {"task__name": "jsonl", "task__path": str(rows), "task__eval_path": str(rows)}
