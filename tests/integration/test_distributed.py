@@ -60,6 +60,10 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
     teacher = folder / "teacher"
     tiny_model("qwen3", num_hidden_layers=2, seed=7, initializer_range=0.1, vocab_size=320).save_pretrained(teacher)
     tiny_tokenizer().save_pretrained(teacher)
+    tight = folder / "tight.json"
+    tight.write_text(
+        json.dumps({"page_size": 8, "bin_pages": 4, "pages": [4] * 8, "dense_layers": [0], "scorer": "mean"})
+    )
     whole = {"adapter__type": "none", "adapter__r": None, "adapter__alpha": None}
     return {
         # Several micro-batches per process, an odd number of held-out prompts, acceptance with bounds.
@@ -103,6 +107,41 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
             guard__every=2,
             guard__num_prompts=3,
             train__micro_batch_tokens=140,
+        ),
+        # What is rejected is decided over all; budgets move, and the sampler's adapter with them.
+        "rl-sampler": tiny_recipe(
+            student,
+            folder,
+            rollout__schedule=str(tight),
+            rollout__control="hold",
+            rollout__target=0.98,
+            rollout__max_pages=8,  # or the second step would read every page, and the adapter rest
+            measure__alpha_every=None,
+            sampler_adapter__r=4,
+            rl__prompts_per_step=3,
+            rl__num_generations=4,
+            rl__num_mini_batches=2,
+            rl__geo_mask_low=0.96,
+            rl__geo_mask_high=1.04,
+            rl__m2_threshold=0.005,
+            train__steps=2,
+            eval__num_prompts=1,
+        ),
+        # One probe of two is scored by each; N moves after it.
+        "distill-adaptive": distill_recipe(
+            (student, teacher),
+            folder,
+            distill__num_tokens=4,
+            distill__top_k=8,
+            distill__prompts_per_step=1,
+            adapt__max_num_tokens=10,
+            adapt__min_num_tokens=2,
+            adapt__window=1,
+            adapt__extend_below=2.0,
+            adapt__tail_factor=0.01,
+            guard__every=2,
+            guard__num_prompts=2,
+            eval__num_prompts=1,
         ),
         "distill-ranked": distill_recipe(
             (student, teacher),
@@ -164,7 +203,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return found
 
 
-@pytest.mark.parametrize("name", ["rl", "rl-uneven", "distill", "distill-ranked"])
+@pytest.mark.parametrize("name", ["rl", "rl-uneven", "rl-sampler", "distill", "distill-adaptive", "distill-ranked"])
 def test_two_processes_train_what_one_trains(launch: Launch, name: str) -> None:
     one, two = launch.metrics(name, 1), launch.metrics(name, 2)
     assert launch.results(name)[0].get("error") is None, launch.results(name)
@@ -184,6 +223,17 @@ def test_the_uneven_run_had_a_process_without_groups(launch: Launch) -> None:
     records = launch.metrics("rl-uneven", 2)
     assert all(r["updates"] == r["trained_groups"] > 0 for r in records[1:]), "one group per update"
     assert max(r["prompts"] for r in records[1:]) > 3, "resampled"
+
+
+def test_the_other_runs_do_what_they_are_for(launch: Launch) -> None:
+    first, second = launch.metrics("rl-sampler", 2)[1:]
+    assert any(0 < r["rejected_share/completions"] < 1 for r in (first, second))
+    assert first["trained_groups"] > 1, "both processes have some"
+    assert first["m2/masked_share"] > 0
+    assert first["control/raised"] > 0
+    assert {"sampler_adapter/kl"} <= first.keys() & second.keys()
+    tokens = [r["distill/num_tokens"] for r in launch.metrics("distill-adaptive", 2)[1:]]
+    assert tokens == [4, 4, 6]
 
 
 def test_evaluations_are_those_of_one_process(launch: Launch) -> None:

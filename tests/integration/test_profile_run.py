@@ -134,6 +134,21 @@ def test_both_students_are_the_models_on_disk(run: Path, models: tuple[Path, Pat
         np.testing.assert_allclose(row[name], expected.reverse_kl.numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_prompts_with_numbers_of_their_own_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+    for name in ("train", "held_out"):
+        rows = [{"prompt": f"{name} {i}", "answer": "1", "num_tokens": 1 + i % 4} for i in range(8)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"distill__per_prompt_tokens": True, "distill__num_tokens": None, "train__steps": 1}
+    task = {
+        "task__name": "jsonl",
+        "task__path": str(tmp_path / "train.jsonl"),
+        "task__eval_path": str(tmp_path / "held_out.jsonl"),
+    }
+    found = profiled(train(models, tmp_path / "run", **own, **task), tmp_path / "profile")
+    (finding,) = (f for f in found["findings"] if f["name"] == "trained positions")
+    assert f"{found['trained_tokens']} tokens is the most of any prompt" in finding["text"]
+
+
 @pytest.mark.parametrize("kind", ["new adapter", "adapter continued", "all weights", "moving teacher"])
 def test_an_unchanged_student_has_ratios_of_one(models: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
     """The two students are loaded in different ways; without training they are one."""

@@ -22,7 +22,8 @@ from leanroll.errors import ConfigError
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
 PATH_OPTIONS = (
-    "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "teacher.adapter", "bench.gguf",
+    "model.chat_template", "task.path", "task.eval_path", "task.few_shot_file", "adapter.path", "sampler_adapter.path",
+    "teacher.adapter", "bench.gguf",
 )  # fmt: skip
 """Options that are always paths."""
 

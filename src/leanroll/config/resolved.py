@@ -82,16 +82,20 @@ def changed_options(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 def resume_conflicts(old: TrainingRecipe, new: TrainingRecipe, steps_done: int) -> dict[str, tuple[Any, Any]]:
     """The changed options that would make a resumed run differ from an uninterrupted one → (old, new).
 
-    The number of steps and the schedule of the learning rate may change as long as the steps done so far had the same rates: more
-    steps at a constant rate, say, or a decay at their end.
+    The number of steps and the schedule of the learning rate may change as long as the steps done so far had the same rates (and in
+    a distillation the same numbers of tokens): more steps at a constant rate, say, or a decay at their end.
     """
     free = set(FREE_ON_RESUME)
-    if all(
-        old.optimizer.rate_factor(step, old.train.steps) == new.optimizer.rate_factor(step, new.train.steps)
-        for step in range(1, steps_done + 1)
-    ):
+    if all(_course(old, step) == _course(new, step) for step in range(1, steps_done + 1)):
         free |= RATE_SCHEDULE
     return {key: values for key, values in changed_options(old, new).items() if key not in free}
+
+
+def _course(config: TrainingRecipe, step: int) -> tuple[float, int | None]:
+    """What of a step depends on how many there are: factor of the learning rate, and tokens of a distillation's completions."""
+    steps = config.train.steps
+    tokens = config.distill.tokens_at(step, steps) if isinstance(config, DistillConfig) else None
+    return config.optimizer.rate_factor(step, steps), tokens
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -301,9 +301,7 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         """Move N after a probe; groups: its completions."""
         kept = [(group, item) for group, item in zip(groups, self._probe_items, strict=True) if group.rollouts]
         with self.display.phase("probe"):
-            probed = [group for group, _ in kept]
-            rows = self._ask_teacher(probed, [item for _, item in kept])
-            curves = self.updater.token_kl(DistillBatch(tuple(probed), rows, {}))
+            curves = self.ranks.split(kept, self._probe_kl, "KL of probes")
         before, head = controller.num_tokens, self.config.adapt.min_num_tokens
         tail = np.concatenate([curve[before:] for curve in curves])
         probe = ProbeKl(
@@ -314,6 +312,14 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         if decision.move:
             self.display.say(f"step {step}: N {before} → {decision.num_tokens} tokens; {decision.reason}.")
         return probe.metrics() | decision.metrics()
+
+    def _probe_kl(self, probed: Sequence[tuple[RolloutGroup, TaskItem]]) -> list[np.ndarray]:
+        """KL per token of every completion, nats [T]."""
+        if not probed:
+            return []
+        groups = [group for group, _ in probed]
+        rows = self._ask_teacher(groups, [item for _, item in probed])
+        return self.updater.token_kl(DistillBatch(tuple(groups), rows, {}))
 
     def _guard(self) -> CollapseGuard | None:
         options = self.config.guard

@@ -30,8 +30,11 @@ _PER_DOUBLING = 2
 class HeldSchedule:
     """The schedule of a run whose budgets follow acceptance."""
 
-    def __init__(self, schedule: BudgetSchedule, rollout: RolloutConfig, longest: int) -> None:
+    def __init__(
+        self, schedule: BudgetSchedule, rollout: RolloutConfig, longest: int, *, with_sampler_adapter: bool = False
+    ) -> None:
         """schedule: budgets to start with, rounded up to the ladder. longest: tokens that a sequence of the run can have.
+        with_sampler_adapter: the sampler has one, without which the budgets are too small; the schedule says so.
 
         Bins that begin beyond `longest` keep their budgets, or follow the last one that is held.
 
@@ -43,7 +46,7 @@ class HeldSchedule:
                 f"rollout.control is 'hold', but schedule {schedule.name!r} reads every page at every length and has no bins to "
                 "move; start with finite budgets (ones larger than any completion start dense)."
             )
-        self._start = schedule
+        self._start, self._with_sampler_adapter = schedule, with_sampler_adapter
         self.target = rollout.target if rollout.target is not None else _own_target(schedule)
         self._last_step = 0
         most = -(-longest // schedule.page_size)
@@ -70,6 +73,7 @@ class HeldSchedule:
                 "made_by": "leanroll rl, rollout.control = hold",
                 "after_step": self._last_step,
                 "started_from": self._start.name,
+                **({"with_sampler_adapter": True} if self._with_sampler_adapter else {}),
             },
         )
 

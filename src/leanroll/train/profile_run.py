@@ -225,6 +225,12 @@ class _RunProfiler:
                 "per completion were in the loss. Positions up to there count as trained below."
             )
             found.append(Finding("trained positions", "warning", text))
+        if options.per_prompt_tokens:
+            text = (
+                f"distill.per_prompt_tokens is set: {self.trained} tokens is the most of any prompt, others were trained on fewer. "
+                "Positions up to there count as trained below."
+            )
+            found.append(Finding("trained positions", "warning", text))
         if self.config.teacher.weights == "current":
             text = (
                 "teacher.weights is 'current': each student is compared with a teacher that has its own weights, so the KL can "

@@ -36,7 +36,7 @@ class PromptOrder:
         if size is not None and size < batch:
             raise ConfigError(
                 f"The task has {size} training prompts, fewer than the {batch} of one step; lower "
-                "rl.prompts_per_step or add prompts."
+                "prompts_per_step or add prompts."
             )
         self.size, self.batch, self.rounds, self.seed = size, batch, rounds, seed
 

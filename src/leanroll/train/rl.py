@@ -130,7 +130,10 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         if config.rollout.control == "hold":
             # A micro-batch must hold every sequence, but for its last token.
             longest = min(config.train.micro_batch_tokens + 1, self.policy.spec.max_position)
-            self.held = HeldSchedule(schedule, config.rollout, longest)
+            self.held = HeldSchedule(
+                schedule, config.rollout, longest, with_sampler_adapter=config.sampler_adapter.is_on
+            )
+            self._first_control = self.held.state()
             self._use(self.held.schedule)
         self.module = self.prepare(PolicyModule(self.policy))
         self.alarm = None if config.alarm.on_alarm == "off" else Watcher(config.alarm)
@@ -206,6 +209,15 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
             self.held.load_state(state["control"])
             self._use(self.held.schedule)
 
+    def went_back(self, state: Mapping[str, Any]) -> None:
+        if self.held is not None:
+            self.held.load_state(state.get("control", self._first_control))
+            self._use(self.held.schedule)
+            self._write_schedule()
+
+    def checksum(self) -> float:
+        return super().checksum() + (0.0 if self.sampler is None else self.sampler.checksum())
+
     def _use(self, schedule: BudgetSchedule) -> None:
         """Sample with these budgets from now on; what was sampled must have been measured."""
         assert self.plan is not None
@@ -224,6 +236,11 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
         """The sampler's own adapter and its optimizer (DistillSparse), where the recipe has one."""
         options = self.config.sampler_adapter
         if not options.is_on:
+            if self.schedule.provenance.get("with_sampler_adapter"):
+                self.display.say(
+                    f"note: schedule {self.schedule.name!r} was made for a sampler adapter; without one ([sampler_adapter]) its "
+                    "budgets are too small."
+                )
             return None
         if self.plan is None:
             raise ConfigError(

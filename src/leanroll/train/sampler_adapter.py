@@ -204,6 +204,10 @@ class SamplerAdapterTrainer:
             metrics["alpha_p05"] = work.alpha_p05
         return {f"sampler_adapter/{name}": value for name, value in metrics.items()}
 
+    def checksum(self) -> float:
+        """See `MasterAdamW.checksum`."""
+        return self._optimizer.checksum()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that exact resume needs, the adapter's weights included."""
         return {"optimizer": self._optimizer.state_dict(), "num_updates": self._stepper.num_updates}

@@ -184,7 +184,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             display,
             log=self._log,
             save=lambda step: self._save(checkpoints, step),
-            forget=lambda step: checkpoints.go_back_to(step) if self.ranks.is_main else None,
+            forget=lambda step: self._go_back(checkpoints, step),
             summarise=self.step_line,
             agree=lambda flag: self.ranks.any(flag, "interrupt"),
         )
@@ -208,8 +208,16 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
 
+    def went_back(self, state: Mapping[str, Any]) -> None:
+        """Called in the main process when later checkpoints were dropped. state: what `state` returned at the one that now counts;
+        empty where none is left."""
+
     def on_resume(self, step: int) -> None:
         """Called instead of `before_training` when a run goes on after `step`."""
+
+    def checksum(self) -> float:
+        """A number that differs between processes whose trained weights do."""
+        return self.optimizer.checksum()
 
     def memory(self) -> dict[str, float]:
         """Peak memory so far, as metrics."""
@@ -226,7 +234,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         # the ranks meet no more.
         self._random = self.ranks.gather(ckpt.random_state(), "random states")
         if self.ranks.size > 1:
-            self.ranks.check_equal(self.optimizer.checksum(), "updated weights")
+            self.ranks.check_equal(self.checksum(), "updated weights")
         if self.config.train.trackers:
             self.accelerator.log(dict(metrics), step=step)
 
@@ -253,6 +261,14 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         with self.display.phase("checkpoint"):
             checkpoints.save(step, write, {"config": to_dict(self.config)})
 
+    def _go_back(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
+        """Drop the checkpoints later than a step."""
+        if not self.ranks.is_main:
+            return
+        checkpoints.go_back_to(step)
+        latest = checkpoints.latest()
+        self.went_back({} if latest is None else _load(latest))
+
     def _restore(self, checkpoints: ckpt.Checkpoints) -> int:
         """Load the latest checkpoint and forget what came after it; returns its step, -1 without one."""
         latest, step = None, -1
@@ -264,11 +280,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         latest, step = self.ranks.from_main((latest, step), "checkpoint")
         if latest is None:
             return -1
-        state: dict[str, Any] = torch.load(
-            latest / ckpt.TRAINER_FILE,
-            map_location="cpu",  # generators' states must be there; the rest is copied to where the weights are
-            weights_only=True,
-        )
+        state: dict[str, Any] = _load(latest)
         self.optimizer.load_state_dict(state["optimizer"])
         self._random = [state["random"], *state.get("random_of_others", [])]  # a run before there were several has none
         if self.ranks.rank < len(self._random):  # a rank that the run did not have begins with its seed
@@ -277,6 +289,13 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         self.policy.version = state["policy_version"]
         self.load_state(state)
         return step
+
+
+def _load(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state of a checkpoint, on the CPU: generators' states must be there; the rest is copied to where the weights
+    are."""
+    state: dict[str, Any] = torch.load(checkpoint / ckpt.TRAINER_FILE, map_location="cpu", weights_only=True)
+    return state
 
 
 def _check(config: RLConfig | DistillConfig) -> None:

@@ -339,6 +339,25 @@ def test_resume_may_change_the_rest_of_the_learning_rate_schedule() -> None:
     }
 
 
+def test_resume_may_not_change_how_many_tokens_earlier_steps_generated() -> None:
+    def distill(steps: int) -> DistillConfig:
+        overrides = ("teacher.model", "t"), ("distill.num_tokens", "10"), ("distill.final_num_tokens", "40")
+        return load_config(DistillConfig, overrides=[*overrides, ("train.steps", str(steps))])
+
+    assert [distill(4).distill.tokens_at(step, 4) for step in (1, 2)] == [10, 20]
+    assert resume_conflicts(distill(4), distill(7), steps_done=1) == {}, "step 1 has 10 tokens in both"
+    assert resume_conflicts(distill(4), distill(7), steps_done=2) == {"train.steps": (4, 7)}
+
+
+@pytest.mark.parametrize("schema", [RLConfig, CalibrateConfig])
+def test_the_folder_of_a_sampler_adapter_counts_from_the_recipe(tmp_path: Path, schema: Any) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[rollout]\nschedule = "qwen3-4b-0.86"\n[sampler_adapter]\npath = "run/sampler_adapter"\n'
+    )
+    config = load_config(schema, tmp_path / "a.toml")
+    assert config.sampler_adapter.path == str(tmp_path / "run" / "sampler_adapter")
+
+
 def test_learning_rate_warms_up_stays_and_falls() -> None:
     def factors(**options: Any) -> list[float]:
         optimizer = OptimizerConfig(**options)

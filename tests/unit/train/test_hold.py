@@ -30,6 +30,13 @@ def sampled(prompt: int, *alphas: np.ndarray) -> tuple[list[RolloutGroup], list[
     return [RolloutGroup(Prompt(0, (5,) * prompt), rollouts)], rates
 
 
+def test_the_schedule_says_whether_it_needs_a_sampler_adapter() -> None:
+    rollout = RolloutConfig(schedule="s", control="hold")
+    held = HeldSchedule(SCHEDULE, rollout, 184, with_sampler_adapter=True)
+    assert held.schedule.provenance["with_sampler_adapter"] is True
+    assert "with_sampler_adapter" not in hold(held.schedule).schedule.provenance, "the next run has none"
+
+
 def test_only_bins_within_reach_are_held() -> None:
     held = hold()
     assert held.schedule.pages == (6, 6, 6, 40, UNLIMITED)
