@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Files are compiled when they are first imported: compiling all that torch brings takes a minute.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 .PHONY: venv quickstart test lint format clean

@@ -107,9 +107,8 @@ WRITES = {
     "rollouts": (RunDir, "write_rollouts", lambda step: step == 2, "rollouts/step-000002.jsonl", 0),
     "eval": (RunDir, "write_eval", lambda step: step == 2, "eval/step-000002.json", 0),
     "metrics": (RunDir, "append_metrics", lambda record: record["step"] == 2, METRICS, 0),
-    # The weights still fit, the optimizer does not; or not even the weights do.
+    # The weights still fit, the optimizer does not.
     "checkpoint": (checkpoint.Checkpoints, "save", lambda step: step == 2, "checkpoints/step-000002", 200_000),
-    "weights": (checkpoint.Checkpoints, "save", lambda step: step == 2, "checkpoints/step-000002", 40_000),
 }
 
 

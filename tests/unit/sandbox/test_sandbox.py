@@ -126,8 +126,10 @@ def test_the_self_check_sees_a_missing_wall(module: str, wall: str, leak: str, t
     file = tmp_path / "leanroll" / "sandbox" / f"{module}.py"
     file.write_text(file.read_text() + f"\n\ndef {wall}(*arguments, **options): pass\n")
     code = (
-        f"import sys; sys.path[:] = {[str(tmp_path), *sys.path]!r}; from leanroll.sandbox.checks import require_sandbox; "
-        f"require_sandbox({kind!r})"
+        "import sys; from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder; "
+        "sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]; "  # an editable install would lead past the copy
+        f"sys.path[:] = {[str(tmp_path), *sys.path]!r}; from leanroll.sandbox import checks; "
+        f"assert checks.__file__.startswith({str(tmp_path)!r}), checks.__file__; checks.require_sandbox({kind!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
