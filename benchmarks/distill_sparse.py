@@ -3,8 +3,9 @@
     python -m benchmarks.distill_sparse [--texts FILES] [--schedule smollm2-135m-0.80] [--steps 60] [--out FOLDER]
 
 Trains the adapter on some texts (windows of --tokens tokens, scored in place) and measures exact acceptance on others, whole files
-apart, before and along the way. Without --texts the standard library's Python sources are read. The gate: the dense pass is the
-same to the bit before and after training (I8). --out keeps the adapter in peft's format.
+apart, before and along the way. Then the tail under budgets 0.5 to 1.6 times the schedule's, with the adapter and without: pages
+saved at the same tail, interpolated between these budgets. Without --texts the standard library's Python sources are read. The
+gate: the dense pass is the same to the bit before and after training (I8). --out keeps the adapter in peft's format.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import sysconfig
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.train.sampler_adapter import train_sampler_adapter
 
+SCALES = (0.5, 0.7, 1.0, 1.3, 1.6)
+
 
 class Tail:
     """The tail on held-out texts, over the tokens whose step reads only a part of the pages."""
@@ -38,12 +43,13 @@ class Tail:
         self._backend = get_backend(kernel, policy.device)
         self.dense = [document_hidden(policy, t.token_ids, self._backend) for t in texts]
 
-    def measure(self) -> dict[str, float]:
-        """5th percentile, mean, and share above 0.999."""
-        rates = []
+    def measure(self, scale: float = 1.0) -> dict[str, float]:
+        """5th percentile, mean, and share above 0.999, with budgets `scale` times the schedule's; of the tokens that are sparse
+        under the schedule itself."""
+        rates, plan = [], replace(self._plan, schedule=scaled(self._plan.schedule, scale))
         for text, dense in zip(self._texts, self.dense, strict=True):
             alpha = document_acceptance(
-                self._policy, text.token_ids, self._backend, self._plan, temperature=1.0, dense_hidden=dense
+                self._policy, text.token_ids, self._backend, plan, temperature=1.0, dense_hidden=dense
             )
             rates.append(alpha[first_sparse_position(len(alpha), self._plan) :])
         alpha = np.concatenate(rates)
@@ -57,6 +63,23 @@ class Tail:
                 raise RuntimeError("The dense policy changed; nothing is reported.")
 
 
+def scaled(schedule: BudgetSchedule, scale: float) -> BudgetSchedule:
+    """Every budget times `scale`, rounded."""
+    return schedule if scale == 1.0 else replace(schedule, pages=tuple(round(scale * p) for p in schedule.pages))
+
+
+def pages_saved(without: Sequence[float], with_adapter: Sequence[float]) -> float | None:
+    """The share of the schedule's budget that the adapter saves at the tail which the schedule has without it.
+
+    Tails are those of SCALES; None when the smallest of these budgets already reaches it (more is saved than was measured).
+    """
+    reached = without[SCALES.index(1.0)]
+    if with_adapter[0] >= reached:
+        return None
+    rising = np.maximum.accumulate(with_adapter)
+    return float(1.0 - np.interp(reached, rising, SCALES))
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     policy = load_policy(args.model, dtype=args.dtype, device=args.device)
     paths = [Path(p) for p in args.texts] or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -66,6 +89,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     training, held_out = split(found, args.train, args.held_out)
     schedule = BudgetSchedule.load(args.schedule)
+    if min(scaled(schedule, SCALES[0]).pages) <= schedule.first_pages + schedule.last_pages:
+        raise SystemExit(f"half of the budgets of {schedule.name} leave no page to choose; take a larger schedule.")
     plan = SparsePlan.of(policy.spec, schedule)
     policy.add_sampler(LoraSpec(r=args.r, alpha=2.0 * args.r, seed=args.seed))
     if args.checkpointing:
@@ -103,9 +128,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - began - measuring
     tail.check_dense()
+    assert policy.sampler is not None
     if args.out is not None:
-        assert policy.sampler is not None
         policy.sampler.save(Path(args.out))
+    budgets: dict[str, list[float]] = {}
+    for name, context in (("without", policy.sampler.disabled()), ("with", nullcontext())):
+        with context:
+            budgets[name] = [tail.measure(scale)["p05"] for scale in SCALES]
+        progress(f"tails with budgets × {SCALES}, {name} the adapter: {budgets[name]}")
+    saved = pages_saved(budgets["without"], budgets["with"])
     before, after = curve[0], curve[-1]
     progress(
         f"5th percentile {before['p05']:.3f} → {after['p05']:.3f}, mean {before['mean']:.3f} → {after['mean']:.3f}"
@@ -116,6 +147,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "before": before,
         "after": after,
         "curve": curve,
+        "budgets": {"scale": list(SCALES), **budgets},
+        "pages_saved_at_equal_tail": None if saved is None else round(saved, 3),
         "train_seconds": round(seconds, 1),
     }
 

@@ -77,6 +77,17 @@ class HeldSchedule:
             },
         )
 
+    def shifted(self, rungs: int) -> BudgetSchedule:
+        """`schedule` with every held budget this many rungs higher on its ladder (lower if negative), inside its limits."""
+        ladder, now = self._controller.ladder, self.schedule
+        moved = tuple(
+            ladder.pages[min(max(rung + rungs, low), high)]
+            for rung, low, high in zip(self._controller.rungs, ladder.lowest, ladder.highest, strict=True)
+        )
+        # Budgets beyond the held ones do not matter here, but must not decrease.
+        rest = tuple(max(pages, moved[-1]) for pages in now.pages[len(moved) :])
+        return replace(now, name=f"{now.name}{rungs:+d}", pages=moved + rest)
+
     def observe(
         self, step: int, groups: Sequence[RolloutGroup], rates: Sequence[np.ndarray]
     ) -> tuple[dict[str, float], list[str]]:
