@@ -7,10 +7,12 @@ A job is a dictionary: name, verb (a function of `VERBS`), and its arguments.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,28 +21,51 @@ import pytest
 import torch
 from torch import nn
 
+from leanroll import rundir
+from leanroll.cli import main as cli
 from leanroll.config import DistillConfig, RLConfig, load_config
-from leanroll.train import distill, ranks, rl
+from leanroll.train import checkpoint, distill, ranks, rl
 from leanroll.train.ranks import Ranks
 from tests.recipe import poison_loss
 
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def train(verb: Any, schema: Any, job: dict[str, Any]) -> dict[str, Any]:
+FULL = {"rollouts": (rundir, "write_jsonl"), "checkpoint": (checkpoint, "write_json")}
+"""What writes the completions of a step and the state of a checkpoint."""
+
+
+@contextlib.contextmanager
+def faults(job: dict[str, Any]) -> Iterator[None]:
     """disturb: see `rewards.disturbed`. poison: [rank, micro-batch], whose loss is NaN. break: [rank], whose `collect` has a bug.
-    seeds: per rank."""
-    config = load_config(schema, job["recipe"], [tuple(pair) for pair in job.get("overrides", [])])
-    if "seeds" in job:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"seed": job["seeds"][RANK]})})
+    full: a name of `FULL`, for which no process has room on its disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTURB", f"{job['name']}:{job['disturb']}" if "disturb" in job else "")
         if job.get("poison", [None])[0] == RANK:
             poison_loss(patch, job["poison"][1])
         if job.get("break") == [RANK]:
             patch.setattr(rl.RLTrainer, "collect", mock.Mock(side_effect=ZeroDivisionError("a bug")))
+        if "full" in job:
+            refusal = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patch.setattr(*FULL[job["full"]], mock.Mock(side_effect=refusal))
+        yield
+
+
+def train(verb: Any, schema: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """seeds: per rank. See `faults` for the rest."""
+    config = load_config(schema, job["recipe"], [tuple(pair) for pair in job.get("overrides", [])])
+    if "seeds" in job:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"seed": job["seeds"][RANK]})})
+    with faults(job):
         summary = verb(config, resume=job.get("resume", False), quiet=True)
     return {"last_step": summary.last_step, "interrupted": summary.interrupted}
+
+
+def command(job: dict[str, Any]) -> dict[str, Any]:
+    """The command line's exit code."""
+    options = [f"--{key}={value}" for key, value in job["overrides"]]
+    with faults(job):
+        return {"code": cli.main(["rl", job["recipe"], *options])}
 
 
 def apart(job: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +97,7 @@ def sums(job: dict[str, Any]) -> dict[str, Any]:
 VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "rl": lambda job: train(rl.run, RLConfig, job),
     "distill": lambda job: train(distill.run, DistillConfig, job),
+    "command": command,
     "apart": apart,
     "sums": sums,
 }

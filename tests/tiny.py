@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,3 +109,14 @@ def tiny_policy(
                 if "lora_B" in name:
                     parameter.normal_(std=0.1)
     return policy
+
+
+def save_sampler(folder: Path, policy: Policy, seed: int = 3) -> Path:
+    """Write a sampler adapter of rank 2 that has an effect; the policy has it from then on. Returns the folder."""
+    sampler = policy.add_sampler(LoraSpec(r=2, alpha=16.0, seed=seed))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for b in sampler.b:
+            b.normal_(std=0.1)
+    sampler.save(folder)
+    return folder

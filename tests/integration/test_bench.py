@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from leanroll.calibrate import bench, speed
 from leanroll.cli.main import main
 from leanroll.config import BenchConfig, load_config, option_keys
 from leanroll.config.benchmark import BenchmarkConfig
-from tests.tiny import tiny_model, tiny_tokenizer
+from leanroll.models import Policy, load_policy
+from leanroll.rollout.schedule import BudgetSchedule
+from tests.tiny import save_sampler, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,33 @@ def test_bench(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "4 of 20" in text
 
 
+def test_a_sampler_adapter_counts_on_the_sparse_side(
+    recipe: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_sampler(tmp_path / "sampler", load_policy(model, dtype="float32"))
+    counted: dict[bool, set[bool]] = {True: set(), False: set()}
+    decode = speed.decode_seconds
+
+    def timed(policy: Policy, schedule: BudgetSchedule, **options: Any) -> list[float]:
+        sampler = policy.sampler
+        assert sampler is not None
+        on = sampler.on
+        sampler.on = lambda rows: counted[schedule.is_dense].add(rows is not False) or on(rows)  # type: ignore[method-assign, func-returns-value]
+        try:
+            return decode(policy, schedule, **options)
+        finally:
+            del sampler.on
+
+    monkeypatch.setattr(bench, "decode_seconds", timed)
+    options = ["--sampler_adapter.path", str(saved), "--bench.device", "auto"]
+    assert main(["bench", str(recipe), *options]) == 0
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert result["options"]["sampler_adapter"] == {"path": str(saved)}
+    assert result["prediction"] == "the cost model knows no sampler adapter"
+    assert counted[True] == {False}
+    assert True in counted[False]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -79,6 +110,8 @@ def test_bench(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         (["--bench.peers", "llama_cpp", "--bench.peer_python", "llama_cpp=python"], "give it as bench.gguf"),
         (["--bench.peers", "mlx"], "bench.peers"),
         (["--bench.device", "h100"], "is a GPU, but the model runs on the CPU"),
+        (["--sampler_adapter.path", "none"], "none"),
+        (["--sampler_adapter.r", "4"], "unknown key sampler_adapter.r"),
         (["--plot", "speed.svg"], "ends in .png"),
         (["--output", "none/speed.json"], "does not exist"),
         (["--adapter.type", "none", "--adapter.path", "adapter"], "adapter.path is set but has no effect"),
@@ -99,11 +132,11 @@ def test_options_of_peers() -> None:
         ("bench.peers", "vllm,transformers"),
         ("bench.peer_python", "vllm=/v/python"),
     ]
-    bench = load_config(BenchConfig, None, options).bench
-    assert bench.peers == ("vllm", "transformers")
-    assert bench.peer_python == {"vllm": "/v/python"}
+    peers = load_config(BenchConfig, None, options).bench
+    assert peers.peers == ("vllm", "transformers")
+    assert peers.peer_python == {"vllm": "/v/python"}
     options[2] = ("bench.peer_python.vllm", "/v/python")
-    assert load_config(BenchConfig, None, options).bench == bench
+    assert load_config(BenchConfig, None, options).bench == peers
     # The embedded default comes as a GGUF file.
     llama = [("bench.peers", "llama_cpp"), ("bench.peer_python", "llama_cpp=/l/python")]
     assert load_config(BenchConfig, None, [options[0], *llama]).bench.gguf is None

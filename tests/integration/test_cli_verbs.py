@@ -7,9 +7,17 @@ import pytest
 
 from leanroll.cli.main import main
 from leanroll.config import AdapterConfig, GenerateConfig, load_config
+from leanroll.models import LoraSpec, load_policy
 from leanroll.rundir import read_jsonl
-from leanroll.train.setup import build_policy
-from tests.tiny import tiny_model, tiny_tokenizer
+from leanroll.train.setup import (
+    PromptEncoder,
+    build_engine,
+    build_policy,
+    build_schedule,
+    build_task,
+    sampling_params,
+)
+from tests.tiny import save_sampler, tiny_model, tiny_tokenizer
 
 REWARD = """
 def short(completions, answer, **columns):
@@ -135,6 +143,79 @@ def test_a_chat_template_of_the_users(recipe: Path, tmp_path: Path, capfd: pytes
     arguments = ["rollout", str(recipe), "--model.chat_template", str(template), "-o", str(output)]
     assert main([*arguments, "--num_prompts", "1"]) == 2
     assert "no such role" in capfd.readouterr().err
+
+
+@pytest.fixture
+def sampler(model: Path, recipe: Path, tmp_path: Path) -> Path:
+    """A sampler adapter, and a schedule that was fitted with it."""
+    schedule = {"page_size": 8, "pages": [4], "dense_layers": [0], "provenance": {"with_sampler_adapter": True}}
+    (tmp_path / "fitted.json").write_text(json.dumps(schedule))
+    return save_sampler(tmp_path / "sampler", load_policy(model, dtype="float32"))
+
+
+def test_rollout_with_a_sampler_adapter(
+    recipe: Path, sampler: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What the verb writes is what the engine draws with the adapter, whatever else the training recipe's table says."""
+    output = tmp_path / "out.jsonl"
+    recipe.write_text(recipe.read_text() + '[sampler_adapter]\npath = "sampler"\nlearning_rate = 0.1\n')
+    arguments = ["rollout", str(recipe), "-o", str(output), "--num_prompts", "2", "--rollout.schedule"]
+    assert main([*arguments, str(tmp_path / "fitted.json")]) == 0
+    assert "made for a sampler adapter" not in capfd.readouterr().err
+    with_adapter = list(read_jsonl(output))
+
+    config = load_config(GenerateConfig, recipe)
+    policy = build_policy(config.model, config.adapter, training=False)
+    policy.add_sampler(LoraSpec(path=sampler))
+    engine = build_engine(policy, build_schedule(config.rollout), config.rollout)
+    prompts = PromptEncoder(policy, config.task).encode(build_task(config.task).eval_items(2))
+    groups = engine.generate(prompts, sampling_params(policy, config.rollout, seed=0), 1)
+    for row, group in zip(with_adapter, groups, strict=True):
+        assert row["token_ids"] == list(group.rollouts[0].token_ids)
+        assert row["logprobs"] == pytest.approx(list(group.rollouts[0].logprobs), abs=1e-6)
+
+    assert main([*arguments, str(tmp_path / "fitted.json"), "--sampler_adapter.path", "null"]) == 0
+    assert "fitted.json' was made for a sampler adapter; without one" in capfd.readouterr().err
+    without = list(read_jsonl(output))
+    assert [row["logprobs"] for row in without] != [row["logprobs"] for row in with_adapter]
+    for row, other in zip(without, with_adapter, strict=True):
+        assert row["logprobs"][0] == other["logprobs"][0], "the first token is drawn densely"
+
+
+def test_eval_with_a_sampler_adapter(
+    recipe: Path, sampler: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output, lines = tmp_path / "eval.json", tmp_path / "completions.jsonl"
+    arguments = ["eval", str(recipe), "-o", str(output), "--completions", str(lines), "--eval.temperature", "1.0"]
+    arguments += ["--rollout.schedule", str(tmp_path / "fitted.json"), "--task.reward_workers", "0"]
+    assert main([*arguments, "--sampler_adapter.path", str(sampler)]) == 0
+    assert "made for a sampler adapter" not in capfd.readouterr().err
+    assert json.loads(output.read_text())["config"]["sampler_adapter"] == {"path": str(sampler)}
+    with_adapter = [row["completion"] for row in read_jsonl(lines)]
+    assert main(arguments) == 0
+    assert "made for a sampler adapter" in capfd.readouterr().err
+    assert [row["completion"] for row in read_jsonl(lines)] != with_adapter
+
+
+@pytest.mark.parametrize("verb", ["rollout", "eval"])
+def test_sampler_adapters_that_cannot_be_used(
+    recipe: Path, sampler: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], verb: str
+) -> None:
+    output, dense = tmp_path / "out.json", tmp_path / "dense.json"
+    dense.write_text(json.dumps({"page_size": 8, "pages": [2**30], "dense_layers": []}))
+    arguments = [verb, str(recipe), "-o", str(output), "--sampler_adapter.path", str(sampler)]
+    for options, said in (
+        (["--rollout.schedule", "dense"], "no effect, because rollout.schedule is 'dense'"),
+        (["--rollout.schedule", str(dense)], "dense.json' reads every page"),
+        (["--sampler_adapter.path", str(tmp_path / "none")], "none"),
+        (["--sampler_adapter.r", "4"], "unknown key sampler_adapter.r"),
+    ):
+        assert main([*arguments, *options]) == 2
+        assert said in capfd.readouterr().err
+    recipe.write_text(recipe.read_text() + "[sampler_adapter]\nrank = 4\n")
+    assert main(arguments[:4]) == 2, "left aside is what training recipes have"
+    assert "unknown key sampler_adapter.rank" in capfd.readouterr().err
+    assert not output.exists()
 
 
 def test_eval(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

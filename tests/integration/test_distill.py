@@ -19,11 +19,14 @@ from leanroll.losses.distill import divergence
 from leanroll.measure.logprobs import batch_hidden
 from leanroll.measure.packing import pack
 from leanroll.models import load_policy
+from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import RunDir
 from leanroll.train import distill, distill_update, guard, objectives, stepper
+from leanroll.train.progress import RunDisplay
+from leanroll.train.prompts import PromptOrder
 from leanroll.train.teacher import move_body
 from leanroll.types import Prompt, Rollout, RolloutGroup
-from tests.distilling import distill_adapter, killed_in_step, metrics, recipe, save_pair
+from tests.distilling import QUICK, distill_adapter, killed_in_step, metrics, recipe, save_pair
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -74,10 +77,44 @@ def test_comparison_with_a_full_step_changes_nothing(models: tuple[Path, Path], 
     assert "with full rollouts" in found[1].line()
 
 
-def test_comparison_needs_room_for_a_full_rollout(models: tuple[Path, Path], tmp_path: Path) -> None:
-    config = recipe(models, tmp_path / "run", distill__compare_full=True, train__micro_batch_tokens=30)
-    with pytest.raises(ConfigError, match="with 12 completion tokens"):
-        distill.run(config, quiet=True)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train__micro_batch_tokens": 160}, r"prompt \d+ of the last step .* it takes \d+ of a micro-batch"),
+        ({"rollout__max_completion_length": 380}, r"prompt \d+ of the last step .* the model's context holds 512"),
+    ],
+    ids=["micro-batch", "context"],
+)
+def test_comparison_needs_room_for_full_rollouts_of_the_last_step(
+    models: tuple[Path, Path], tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Said at the start, also where only a prompt that comes later is too long; a run that does not reach it is fine."""
+    rows = [{"prompt": f"Prompt {i:02d}", "answer": 0} for i in range(12)]
+    size = len(rows)
+
+    def built(steps: int) -> distill.DistillTrainer:
+        config = recipe(
+            models,
+            tmp_path / "run",
+            distill__compare_full=True,
+            task__name="jsonl",
+            task__path=str(tmp_path / "train.jsonl"),
+            task__eval_path=str(tmp_path / "eval.jsonl"),
+            train__steps=steps,
+            **QUICK,
+            **changes,
+        )
+        with RunDisplay(1, 1, quiet=True) as display:
+            return distill.DistillTrainer(config, BudgetSchedule.dense(), display)
+
+    late = PromptOrder(size, 4, 1, seed=0).indices(3)[-1]
+    rows[late]["prompt"] = "A long prompt. " * 9  # 154 tokens, with the template: 159 inputs early stopped, 165 in full
+    for name, some in (("train", rows), ("eval", [{"prompt": "Held out", "answer": 0}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    with pytest.raises(ConfigError, match=said) as caught:
+        built(3)
+    assert f"prompt {late} of" in str(caught.value)
+    built(2)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "all weights"])

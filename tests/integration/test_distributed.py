@@ -166,10 +166,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def add(name: str, recipe: str, run: str, **more: Any) -> None:
         overrides = [["train.run_dir", str(found.run(run, 2))], *more.pop("overrides", [])]
-        verb = recipe.split("-")[0]
-        jobs.append(
-            {"name": name, "verb": verb, "recipe": str(folder / f"{recipe}.toml"), "overrides": overrides, **more}
-        )
+        job = {"name": name, "verb": recipe.split("-")[0], "recipe": str(folder / f"{recipe}.toml")}
+        jobs.append({**job, "overrides": overrides, **more})
 
     for name, config in recipes(folder).items():
         (folder / f"{name}.toml").write_text(to_toml(config))
@@ -186,6 +184,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     add("resumed", "rl", "broken", resume=True)
     add("diverged", "rl", "diverged", poison=[1, 1])
     add("bug", "rl", "bug", **{"break": [0]})
+    add("full", "rl", "full", full="rollouts")
+    add("full-code", "rl", "full-code", full="rollouts", verb="command")
+    few = [["train.save_every", "0"]]
+    add("full-while-saving", "rl", "full-while-saving", full="checkpoint", disturb="1:3:fail", overrides=few)
     add("taken", "rl", "rl")
     add("different", "rl", "different", seeds=[0, 1])
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -278,6 +280,25 @@ def test_a_failure_of_one_stops_all(launch: Launch) -> None:
     here, there = launch.results("taken")
     assert (here["error"], there["error"]) == ("ConfigError", "ConfigError")
     assert "is not empty" in there["text"]
+
+
+def test_a_full_disk_stops_all(launch: Launch) -> None:
+    """Only the main process writes. The others raise what it met; the same exit code tells a launcher."""
+    here, there = launch.results("full")
+    assert (here["error"], there["error"]) == ("StorageError", "StorageError")
+    written = launch.run("full", 2) / "rollouts" / "step-000001.jsonl"
+    assert here["text"].startswith(f"'{written}' cannot be written (No space left on device; ")
+    assert there["text"] == f"Process 0 of 2: {here['text']}"
+    assert [r["step"] for r in launch.metrics("full", 2)] == [0]
+    assert launch.results("full-code") == [{"code": 1}] * 2
+
+
+def test_a_full_disk_met_while_stopping_is_said_by_the_main_process(launch: Launch) -> None:
+    """The others stop with the error that stopped all."""
+    here, there = launch.results("full-while-saving")
+    assert here["error"] == "StorageError"
+    assert "It was to be saved because of another error:\nProcess 1 of 2: Reward 'disturbed' failed" in here["text"]
+    assert there["error"] == "RewardError"
 
 
 def test_processes_that_differ_stop(launch: Launch) -> None:

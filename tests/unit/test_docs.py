@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from leanroll.cli.main import VERBS
+from leanroll.config import option_keys
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     p.relative_to(ROOT) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
@@ -26,6 +29,33 @@ def test_links_lead_somewhere(document):
     targets = [t for t in LINK.findall((ROOT / document).read_text(encoding="utf-8")) if "://" not in t]
     missing = [t for t in targets if not (folder / t).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ("LOG.md", "CHANGELOG.md")], ids=str)
+def test_commands_have_the_options_they_are_given(document):
+    """`leanroll VERB … --table.option`, over lines that end with a backslash."""
+    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
+    wrong = [
+        f"{verb} --{option}"
+        for verb, rest in re.findall(rf"\bleanroll ({'|'.join(VERBS)})\b([^`\n]*)", text)
+        for option in re.findall(r"--(\w+\.[\w.]+)", rest)
+        if option not in option_keys(VERBS[verb].SCHEMA)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ("LOG.md", "CHANGELOG.md")], ids=str)
+def test_options_that_are_named_exist(document):
+    """`table.option` in code, where some verb has such a table."""
+    known = {key for verb in VERBS.values() if verb.SCHEMA is not None for key in option_keys(verb.SCHEMA)}
+    named = re.findall(
+        r"`(?:--)?([a-z_]+\.[a-z_0-9]+)(?: = [^`]*| [^`]*)?`", (ROOT / document).read_text(encoding="utf-8")
+    )
+    tables = {key.partition(".")[0] for key in known}
+    modules = {"rollout.pages", "train.policy_module"}
+    assert {
+        n for n in named if n.partition(".")[0] in tables and not n.endswith((".py", ".json", ".html"))
+    } <= known | modules
 
 
 def test_readme_code_imports_what_exists():

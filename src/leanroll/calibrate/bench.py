@@ -247,6 +247,8 @@ def prediction_device(
     """
     if name == "none":
         return None, "not asked for"
+    if policy.sampler is not None:
+        return None, "the cost model knows no sampler adapter"
     on_cpu = policy.device.type == "cpu"
     if name != "auto" and on_cpu:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from leanroll.cli.output import check_output
+from leanroll.cli.output import check_output, remark
 from leanroll.cli.progress import pass_progress, status
 from leanroll.config import BenchConfig, load_config, to_dict
 from leanroll.environment import describe
@@ -30,8 +30,8 @@ HELP = "Time decode steps dense and under a schedule, over lengths and a traject
 SCHEMA = BenchConfig
 
 USED = (
-    "model.name", "model.revision", "model.dtype", "model.device", "adapter.type", "adapter.path", "rollout.schedule",
-    "rollout.scorer", "rollout.kernel", "rollout.kv_memory_gib", "rollout.kv_dtype",
+    "model.name", "model.revision", "model.dtype", "model.device", "adapter.type", "adapter.path", "sampler_adapter.path",
+    "rollout.schedule", "rollout.scorer", "rollout.kernel", "rollout.kv_memory_gib", "rollout.kv_dtype",
 )  # fmt: skip
 """Options outside [bench] that change what is measured."""
 TABLE_WIDTH = 160  # where stdout is no terminal
@@ -109,9 +109,11 @@ def _measure(config: BenchConfig) -> tuple[SpeedTable, str]:
 
     bench, rollout = config.bench, config.rollout
     schedule = setup.build_schedule(rollout)
+    remark(setup.check_sampler(schedule, config.sampler_adapter))
     kv_dtype = setup.DTYPES[rollout.kv_dtype] if rollout.kv_dtype is not None else None
     with status(f"Loading {config.model.name} …"):
         policy = setup.build_policy(config.model, config.adapter, training=False)
+        setup.load_sampler(policy, config.sampler_adapter)
     batch = bench.batch or largest_batch(policy, schedule, bench.lengths[-1], rollout.kv_memory_gib, kv_dtype)
     start = bench.prompt_length or bench.lengths[0]
     # Before the device is measured and peers are loaded: most mistakes show here.

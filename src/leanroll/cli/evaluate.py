@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from leanroll.cli.output import check_output
+from leanroll.cli.output import check_output, remark
 from leanroll.cli.progress import generation_progress, status
 from leanroll.cli.prompts import check_lengths, task_items
 from leanroll.config import EvaluateConfig, load_config, to_dict
@@ -51,10 +51,12 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from leanroll.train.evaluation import evaluate
 
     schedule = setup.build_schedule(config.rollout)
+    remark(setup.check_sampler(schedule, config.sampler_adapter))
     task = setup.build_task(config.task)
     items = task_items(task, config.eval.split, config.eval.num_prompts, "eval.num_prompts")
     with status(f"Loading {config.model.name} …"):
         policy = setup.build_policy(config.model, config.adapter, training=False)
+        setup.load_sampler(policy, config.sampler_adapter)
         engine = setup.build_engine(policy, schedule, config.rollout)
     prompts = setup.PromptEncoder(policy, config.task).encode(items)
     sampling = setup.eval_sampling(policy, config.rollout, config.eval)

@@ -1,9 +1,11 @@
-"""Where results go: a file, written at the end and at once; checked before the work starts."""
+"""Where results go: a file, written at the end and at once, checked before the work starts; remarks go to stderr."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+
+from rich.console import Console
 
 from leanroll.errors import ConfigError
 
@@ -24,3 +26,9 @@ def check_output(path: str, option: str = "--output") -> Path:
             f"{option} {path!r}: the folder {str(file.parent)!r} is not writable ({error.strerror or error}); choose another."
         ) from error
     return file
+
+
+def remark(line: str | None) -> None:
+    """Print a line on stderr; None prints nothing."""
+    if line is not None:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(line, markup=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from leanroll.cli.output import check_output
+from leanroll.cli.output import check_output, remark
 from leanroll.cli.progress import generation_progress, status
 from leanroll.cli.prompts import check_lengths, encode_rows, read_prompts, takes_system, task_items
 from leanroll.config import GenerateConfig, load_config
@@ -57,11 +57,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from leanroll.train import setup
 
     schedule = setup.build_schedule(config.rollout)
+    remark(setup.check_sampler(schedule, config.sampler_adapter))
     items = []
     if rows is None:
         items = task_items(setup.build_task(config.task), config.split, config.num_prompts, "num_prompts")
     with status(f"Loading {config.model.name} …"):
         policy = setup.build_policy(config.model, config.adapter, training=False)
+        setup.load_sampler(policy, config.sampler_adapter)
         engine = setup.build_engine(policy, schedule, config.rollout)
     if rows is None:
         prompts = setup.PromptEncoder(policy, config.task).encode(items)

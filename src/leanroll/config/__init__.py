@@ -26,7 +26,7 @@ from leanroll.config.recipes import (
     TrainingRecipe,
 )
 from leanroll.config.resolved import changed_options, read_resolved, resume_conflicts, to_dict, to_toml
-from leanroll.config.sampler import SamplerAdapterConfig
+from leanroll.config.sampler import SamplerAdapterConfig, SavedSamplerConfig
 from leanroll.config.schema import FieldDoc, iter_fields, nearest_key, option_keys
 from leanroll.config.sections import AdapterConfig, ModelConfig, RewardConfig, RolloutConfig, TaskConfig
 from leanroll.config.suite import Suite, SuiteConfig, SuiteRun, load_suite
@@ -60,6 +60,7 @@ __all__ = [
     "RolloutConfig",
     "RunProfileConfig",
     "SamplerAdapterConfig",
+    "SavedSamplerConfig",
     "Section",
     "Suite",
     "SuiteConfig",

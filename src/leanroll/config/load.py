@@ -36,7 +36,8 @@ def load_config(
 ) -> RecipeT:
     """Read a recipe.
 
-    schema: of the verb. Those that do not train also accept training recipes: tables that only training uses are left aside.
+    schema: of the verb. Those that do not train also accept training recipes: tables, and options of tables, that only training
+        uses are left aside.
     path: TOML file. None: defaults and overrides only.
     overrides: (dotted key, value text) pairs, as `split_overrides` returns them.
 
@@ -50,12 +51,28 @@ def load_config(
         where = str(path)
         data = read_toml(file)
         if schema not in (RLConfig, DistillConfig):
-            training = RLConfig.model_fields.keys() | DistillConfig.model_fields.keys()
-            data = {key: value for key, value in data.items() if key in schema.model_fields or key not in training}
+            data = _without_training(schema, data)
         resolve_paths(data, file.resolve().parent)
     for key, text in overrides:
         apply_override(schema, data, key, text)
     return validate(schema, data, where)
+
+
+def _without_training(schema: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables without those keys that training recipes have and the schema has not."""
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        trained = [info for recipe in (RLConfig, DistillConfig) if (info := field_at(recipe, [key])) is not None]
+        own = field_at(schema, [key])
+        if own is None and trained:
+            continue
+        section = section_of(own) if own is not None else None
+        if section is not None and isinstance(value, dict):
+            tables = [table for info in trained if (table := section_of(info)) is not None]
+            options = {name for table in tables for name in table.model_fields}
+            value = {name: v for name, v in value.items() if name in section.model_fields or name not in options}
+        kept[key] = value
+    return kept
 
 
 def read_toml(path: Path) -> dict[str, Any]:

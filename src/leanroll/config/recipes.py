@@ -14,7 +14,7 @@ from leanroll.config.calibration import CalibrationConfig
 from leanroll.config.distillation import AdaptConfig, DistillationConfig, GuardConfig, TeacherConfig
 from leanroll.config.inert import SCORELESS, reject_inert
 from leanroll.config.profile import AFTER_ONLY, BEFORE_ONLY, ProfilingConfig
-from leanroll.config.sampler import SamplerAdapterConfig
+from leanroll.config.sampler import SamplerAdapterConfig, SavedSamplerConfig
 from leanroll.config.sections import AdapterConfig, ModelConfig, RolloutConfig, TaskConfig
 from leanroll.config.training import AlgorithmConfig, EvalConfig, MeasureConfig, OptimizerConfig, TrainConfig
 
@@ -85,11 +85,7 @@ class RLConfig(Section):
                 "rollout.temperature is 0 (greedy); all completions of a group would be equal. Train at 1.0, and use "
                 "eval.temperature = 0 for greedy evaluation"
             )
-        if self.sampler_adapter.is_on and rollout.schedule == "dense":
-            raise ValueError(
-                "sampler_adapter is set but has no effect, because rollout.schedule is 'dense' and the adapter counts where "
-                "attention is sparse; remove one of them"
-            )
+        _reject_dense_sampler(self)
         reject_inert(self)
         return self
 
@@ -194,6 +190,7 @@ class GenerateConfig(Section):
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    sampler_adapter: SavedSamplerConfig = SavedSamplerConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     num_samples: Int = Field(1, ge=1, description="Completions per prompt.")
@@ -209,6 +206,7 @@ class GenerateConfig(Section):
                 f"rollout.temperature is 0 and num_samples is {self.num_samples}; greedy completions are all equal, so set "
                 "num_samples = 1 or raise the temperature"
             )
+        _reject_dense_sampler(self)
         _reject_scorer(self)
         return self
 
@@ -218,12 +216,14 @@ class EvaluateConfig(Section):
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    sampler_adapter: SavedSamplerConfig = SavedSamplerConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> EvaluateConfig:
+        _reject_dense_sampler(self)
         _reject_scorer(self)
         return self
 
@@ -261,10 +261,12 @@ class CalibrateConfig(Section):
 
 
 class BenchConfig(Section):
-    """Everything `leanroll bench` needs. Of [rollout]: schedule, scorer, kernel, kv_memory_gib and kv_dtype."""
+    """Everything `leanroll bench` needs. Of [rollout]: schedule, scorer, kernel, kv_memory_gib and kv_dtype. A sampler adapter
+    counts on the sparse side."""
 
     model: ModelConfig = ModelConfig()
     adapter: AdapterConfig = AdapterConfig()
+    sampler_adapter: SavedSamplerConfig = SavedSamplerConfig()
     rollout: RolloutConfig = RolloutConfig()
     bench: BenchmarkConfig = BenchmarkConfig()
 
@@ -427,3 +429,11 @@ def _reject_scorer(config: GenerateConfig | EvaluateConfig | ProfileConfig) -> N
     # The other rules are about options that only training uses, which these recipes leave aside.
     if config.rollout.schedule == "dense" and "scorer" in config.rollout.model_fields_set:
         raise ValueError(f"rollout.scorer is set but has no effect, because {SCORELESS}; remove it or change that")
+
+
+def _reject_dense_sampler(config: RLConfig | GenerateConfig | EvaluateConfig) -> None:
+    if config.sampler_adapter.is_on and config.rollout.schedule == "dense":
+        raise ValueError(
+            "sampler_adapter is set but has no effect, because rollout.schedule is 'dense' and the adapter counts where "
+            "attention is sparse; remove one of them"
+        )

@@ -88,6 +88,8 @@ def resume_conflicts(old: TrainingRecipe, new: TrainingRecipe, steps_done: int) 
     free = set(FREE_ON_RESUME)
     if all(_course(old, step) == _course(new, step) for step in range(1, steps_done + 1)):
         free |= RATE_SCHEDULE
+    if 0 in (old.task.reward_workers, new.task.reward_workers):
+        free.add("task.reward_timeout_s")  # without effect on that side, so left out there
     return {key: values for key, values in changed_options(old, new).items() if key not in free}
 
 

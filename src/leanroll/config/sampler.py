@@ -1,4 +1,4 @@
-"""The section of the sampler's own adapter."""
+"""The section of the sampler's own adapter: to train it, and to sample with a trained one."""
 
 from __future__ import annotations
 
@@ -56,3 +56,19 @@ class SamplerAdapterConfig(Section):
         if self.is_on and not (self.kl_weight or self.ppo_weight):
             raise ValueError("kl_weight and ppo_weight are both 0, so nothing would be trained; set one of them")
         return self
+
+
+class SavedSamplerConfig(Section):
+    """[sampler_adapter] where nothing is trained: of a training recipe's table, only `path` counts. A new adapter (r) would change
+    no sample."""
+
+    path: str | None = Field(
+        None,
+        description="Folder of the sampler adapter to sample with: RUN/sampler_adapter of `leanroll calibrate --distill-sparse`, "
+        "or sampler/ in a checkpoint of `leanroll rl`. None: none.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is such an adapter."""
+        return self.path is not None

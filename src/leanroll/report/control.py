@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from leanroll.report.curves import Records
-from leanroll.report.plots import plot, shade, some_labels, step_axis
+from leanroll.report.plots import length_bins, plot, step_axis
 from leanroll.report.positions import bin_starts
 
 _PREFIX = "control/bin_"
@@ -19,11 +19,9 @@ def draw_budgets(records: Records) -> str:
         return ""
 
     def paint(axes: Any) -> None:
-        labels = some_labels([f"from {start} tokens" for start in starts])
-        for number, (start, label) in enumerate(zip(starts, labels, strict=True)):
+        for start, label, color in length_bins(starts):
             pages = f"{_PREFIX}{start}/pages"
             points = [(r["step"], r[pages], r.get(f"{_PREFIX}{start}/next_pages")) for r in records if pages in r]
-            color = shade(number, len(starts))
             steps, budgets, _ = zip(*points, strict=True)
             axes.step(steps, budgets, where="mid", color=color, linewidth=1.2, label=label)
             for marker, moves in (
@@ -50,12 +48,10 @@ def draw_held_tails(records: Records) -> str:
         return ""
 
     def paint(axes: Any) -> None:
-        labels = some_labels([f"from {start} tokens" for start in starts])
-        for number, (start, label) in enumerate(zip(starts, labels, strict=True)):
+        for start, label, color in length_bins(starts):
             name = f"{_PREFIX}{start}/tail"
             found = [(r["step"], r[name], r[f"{name}_low"]) for r in records if name in r]
             steps, tails, low = zip(*found, strict=True)
-            color = shade(number, len(starts))
             axes.plot(steps, tails, color=color, linewidth=1.2, marker=".", markersize=3.5, label=label)
             axes.plot(steps, low, color=color, linewidth=0.8, linestyle=":")
         targets = [(r["step"], r["control/target"]) for r in records if "control/target" in r]

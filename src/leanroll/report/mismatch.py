@@ -6,7 +6,7 @@ from typing import Any
 
 from leanroll.report.curves import Records
 from leanroll.report.layout import table
-from leanroll.report.plots import plot, shade, some_labels, step_axis
+from leanroll.report.plots import length_bins, plot, step_axis
 from leanroll.report.positions import bin_starts, draw_by_position, measured, thirds
 
 EXACT_TARGET = 0.90
@@ -29,15 +29,13 @@ def draw_tails(records: Records, target: float | None) -> str:
         return ""
 
     def paint(axes: Any) -> None:
-        labels = some_labels([f"from {start} tokens" for start in starts])
-        for number, (start, label) in enumerate(zip(starts, labels, strict=True)):
+        for start, label, color in length_bins(starts):
             points = [
                 (r["step"], r[f"alpha/bin_{start}/p05"], r.get(f"alpha/bin_{start}/tokens", 0))
                 for r in records
                 if f"alpha/bin_{start}/p05" in r
             ]
             steps, tails, tokens = zip(*points, strict=True)
-            color = shade(number, len(starts))
             axes.plot(steps, tails, color=color, linewidth=1.0, label=label)
             faces = ["white" if count < _FEW_TOKENS else color for count in tokens]
             axes.scatter(steps, tails, s=14, c=faces, edgecolors=[color], linewidths=0.9, zorder=3)

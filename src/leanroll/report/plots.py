@@ -70,6 +70,12 @@ def some_labels(labels: Sequence[str], at_most: int = 6) -> list[str]:
     return [label if i % every == 0 or i == len(labels) - 1 else "_" for i, label in enumerate(labels)]
 
 
+def length_bins(starts: Sequence[int]) -> list[tuple[int, str, Any]]:
+    """Per bin of total length: its first length, its label (see `some_labels`) and its colour. starts: ascending."""
+    labels = some_labels([f"from {start} tokens" for start in starts])
+    return [(start, label, shade(i, len(starts))) for i, (start, label) in enumerate(zip(starts, labels, strict=True))]
+
+
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib figure, in inches.
 

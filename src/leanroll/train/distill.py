@@ -47,6 +47,8 @@ _LOG = logging.getLogger(__name__)
 _LOGGED_COMPLETIONS = 32
 """Completions per step written to the run directory."""
 
+_IN_FULL = "of the last step does not fit in the comparison with full rollouts (distill.compare_full)"
+
 
 @dataclass(frozen=True, slots=True)
 class DistillSummary:
@@ -154,15 +156,14 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         longest = self._longest(items)
         prompts = self._with_limits(prompts, items)
         need = max(len(p.token_ids) + (p.max_completion_length or longest) for p in prompts) - 1
-        if options.compare_full:
-            longest = config.rollout.max_completion_length
-            need = max(len(p.token_ids) for p in prompts) + longest - 1
         if need > config.train.micro_batch_tokens:
             raise ConfigError(
                 f"train.micro_batch_tokens is {config.train.micro_batch_tokens}, but a prompt with {longest} completion tokens can "
                 f"take {need}; raise the former, or generate fewer tokens."
             )
         self.engine.check(prompts, replace(self.sampling, max_completion_length=longest))
+        if options.compare_full:
+            self._check_comparison()
         self.module = self.prepare(
             StudentModule(self.policy, self.teacher.policy.head, self.preflight.vocabulary, config)
         )
@@ -281,6 +282,23 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         with self.display.phase("comparison"):
             steps = [StepMeasurement.of(partial(self._rehearse, full), self.policy.device) for full in (False, True)]
         return FullComparison(*steps)
+
+    def _check_comparison(self) -> None:
+        """Raise ConfigError unless every prompt that `compare_full` will run can be completed in full and trained on: one that was
+        left out would make the full step look cheaper than it is."""
+        full, most = self.config.rollout.max_completion_length, self.config.train.micro_batch_tokens
+        items = [self.task.train_item(i) for i in self.order.indices(self.config.train.steps)]
+        for prompt in self.encoder.encode(items):
+            need = len(prompt.token_ids) + full - 1
+            try:
+                self.engine.check([prompt], self.sampling)
+            except ConfigError as error:
+                raise ConfigError(f"Training prompt {prompt.index} {_IN_FULL}: {error}") from error
+            if need > most:
+                raise ConfigError(
+                    f"Training prompt {prompt.index} {_IN_FULL}: with {full} completion tokens it takes {need} of a micro-batch, "
+                    f"and train.micro_batch_tokens is {most}. Raise it, or leave out distill.compare_full."
+                )
 
     def _rehearse(self, full: bool) -> DistillBatch:
         step = self.config.train.steps

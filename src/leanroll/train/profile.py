@@ -40,7 +40,14 @@ from leanroll.train.profile_record import (
     records,
     teacher_name,
 )
-from leanroll.train.profile_stages import check_folder, complete, divergence_by_rollout, examine_pair, result_files
+from leanroll.train.profile_stages import (
+    check_folder,
+    complete,
+    divergence_by_rollout,
+    examine_pair,
+    finish,
+    result_files,
+)
 from leanroll.train.progress import RunDisplay
 from leanroll.train.prompts import PromptOrder
 from leanroll.train.teacher import Teacher
@@ -98,10 +105,7 @@ def run(config: ProfileConfig, *, quiet: bool = False, at_end: Callable[[Path], 
                     profiler.rewards.start()
             with result_files(folder, config, profiler.facts) as files:
                 summary = profiler.measure(files, folder)
-        if at_end is not None:
-            with display.phase("report"):
-                at_end(folder)
-        display.say(summary.line())
+        finish(display, folder, summary.line(), at_end)
     return summary
 
 

@@ -36,7 +36,14 @@ from leanroll.train import setup
 from leanroll.train.checkpoint import read_state
 from leanroll.train.preflight import Finding, Preflight
 from leanroll.train.profile_record import CURVES, plain, records, teacher_name
-from leanroll.train.profile_stages import check_folder, complete, divergence_by_rollout, examine_pair, result_files
+from leanroll.train.profile_stages import (
+    check_folder,
+    complete,
+    divergence_by_rollout,
+    examine_pair,
+    finish,
+    result_files,
+)
 from leanroll.train.profile_students import Student, find_checkpoint, load_students, trained_tokens
 from leanroll.train.progress import RunDisplay
 from leanroll.types import Prompt, RolloutGroup
@@ -119,10 +126,7 @@ def run(
             profiler = _RunProfiler(config, recipe, run_dir, checkpoint, display)
         with result_files(folder, config, profiler.facts) as files:
             summary = profiler.measure(files, folder)
-        if at_end is not None:
-            with display.phase("report"):
-                at_end(folder)
-        display.say(summary.line())
+        finish(display, folder, summary.line(), at_end)
     return summary
 
 

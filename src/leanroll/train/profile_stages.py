@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ def result_files(folder: Path, config: ProfileConfig, facts: dict[str, Any]) -> 
                 f"profile.run_dir {str(folder)!r} cannot be written ({error.strerror or error}); choose another folder."
             ) from error
         yield files
+
+
+def finish(display: RunDisplay, folder: Path, line: str, at_end: Callable[[Path], None] | None) -> None:
+    """The end of a profile whose results are in `folder`: what the caller does with them, and the closing line."""
+    if at_end is not None:
+        with display.phase("report"):
+            at_end(folder)
+    display.say(line)
 
 
 def examine_pair(

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from leanroll.config import RLConfig
-from leanroll.errors import ConfigError
 from leanroll.measure.alarm import Watcher
 from leanroll.measure.selection import SparsePlan
 from leanroll.models import Policy
@@ -235,18 +234,12 @@ class RLTrainer(Trainer[RLConfig, RLBatch]):
     def _sampler_adapter(self) -> SamplerAdapterTrainer | None:
         """The sampler's own adapter and its optimizer (DistillSparse), where the recipe has one."""
         options = self.config.sampler_adapter
+        note = setup.check_sampler(self.schedule, options)
+        if note is not None:
+            self.display.say(note)
         if not options.is_on:
-            if self.schedule.provenance.get("with_sampler_adapter"):
-                self.display.say(
-                    f"note: schedule {self.schedule.name!r} was made for a sampler adapter; without one ([sampler_adapter]) its "
-                    "budgets are too small."
-                )
             return None
-        if self.plan is None:
-            raise ConfigError(
-                f"sampler_adapter is set but has no effect, because the schedule {self.schedule.name!r} reads every page; "
-                "leave it out, or use a sparse schedule."
-            )
+        assert self.plan is not None
         setup.add_sampler(self.policy, options, seed=self.config.train.seed % 2**31)
         return SamplerAdapterTrainer(
             self.policy,

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import torch
 
-from leanroll.config import AdapterConfig, EvalConfig, ModelConfig, RolloutConfig, SamplerAdapterConfig, TaskConfig
+from leanroll.config import (
+    AdapterConfig,
+    EvalConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplerAdapterConfig,
+    SavedSamplerConfig,
+    TaskConfig,
+)
 from leanroll.errors import ConfigError
 from leanroll.models import LoraSpec, Policy, load_policy
 from leanroll.rollout.engine import RolloutEngine
@@ -76,6 +84,35 @@ def add_sampler(policy: Policy, options: SamplerAdapterConfig, *, seed: int = 0)
             path=Path(options.path) if options.path is not None else None,
             seed=seed,
         )
+    )
+
+
+def load_sampler(policy: Policy, options: SavedSamplerConfig) -> None:
+    """Give the policy the saved sampler adapter that the section names, if it names one.
+
+    Raises:
+        ModelError: it cannot be read or does not fit.
+    """
+    if options.path is not None:
+        policy.add_sampler(LoraSpec(path=Path(options.path)))
+
+
+def check_sampler(schedule: BudgetSchedule, options: SamplerAdapterConfig | SavedSamplerConfig) -> str | None:
+    """What is to be said where the schedule was made for a sampler adapter and there is none; else None.
+
+    Raises:
+        ConfigError: there is one, and the schedule reads every page.
+    """
+    if options.is_on and schedule.is_dense:
+        raise ConfigError(
+            f"sampler_adapter is set but has no effect, because the schedule {schedule.name!r} reads every page; leave it out, or "
+            "use a sparse schedule."
+        )
+    if options.is_on or not schedule.provenance.get("with_sampler_adapter"):
+        return None
+    return (
+        f"note: schedule {schedule.name!r} was made for a sampler adapter; without one ([sampler_adapter]) its budgets are too "
+        "small."
     )
 
 

@@ -339,6 +339,27 @@ def test_resume_may_change_the_rest_of_the_learning_rate_schedule() -> None:
     }
 
 
+def test_resume_may_move_rewards_into_the_main_process_and_back(tmp_path: Path) -> None:
+    """The time limit has no effect there and is left out of the resolved recipe, which is no change of the run."""
+
+    def saved(*overrides: tuple[str, str]) -> RLConfig:
+        path = tmp_path / "config.toml"
+        path.write_text(to_toml(load(*overrides)))
+        return read_resolved(RLConfig, path)
+
+    main, default, own = (
+        (("task.reward_workers", "0"),),
+        (("task.reward_workers", "3"),),
+        (("task.reward_timeout_s", "4"),),
+    )
+    for workers in (default, own):
+        assert resume_conflicts(saved(*workers), load(*main), steps_done=2) == {}
+        assert resume_conflicts(saved(*main), load(*workers), steps_done=2) == {}
+    assert resume_conflicts(saved(*default), load(*own), steps_done=2) == {"task.reward_timeout_s": (10.0, 4.0)}
+    other = ("task.on_reward_error", "drop")
+    assert set(resume_conflicts(saved(*default), load(*main, other), steps_done=2)) == {"task.on_reward_error"}
+
+
 def test_resume_may_not_change_how_many_tokens_earlier_steps_generated() -> None:
     def distill(steps: int) -> DistillConfig:
         overrides = ("teacher.model", "t"), ("distill.num_tokens", "10"), ("distill.final_num_tokens", "40")

@@ -12,6 +12,7 @@ from leanroll.errors import MissingExtra, ResumeError
 from leanroll.measure.alarm import Watcher
 from leanroll.report import write_report
 from leanroll.report.mismatch import acceptance_table
+from leanroll.report.plots import length_bins
 from leanroll.report.positions import bin_starts
 from leanroll.rundir import RunDir
 from tests.report_folders import RUN_PLOTS, write_run
@@ -75,6 +76,17 @@ def test_bins_are_in_order_of_length() -> None:
     assert "step 3" in text
     assert re.findall(r"from \d+", text) == ["from 0", "from 512", "from 1024"]
     assert re.findall(r">(\d+)<", text) == ["500", "90", "7"]
+
+
+def test_bins_of_length_are_labelled_and_coloured_in_order() -> None:
+    bins = length_bins(list(range(0, 800, 100)))
+    assert [start for start, _, _ in bins] == list(range(0, 800, 100))
+    assert [label for _, label, _ in bins] == [
+        "from 0 tokens", "_", "from 200 tokens", "_", "from 400 tokens", "_", "from 600 tokens", "from 700 tokens",
+    ]  # fmt: skip
+    brightness = [sum(colour[:3]) for _, _, colour in bins]
+    assert brightness == sorted(brightness), "from dark to light"
+    assert length_bins([]) == []
 
 
 def test_run_without_metrics(tmp_path: Path) -> None:
