@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,15 @@ def test_an_open_last_bin_is_held_up_to_the_longest_sequence() -> None:
         held.observe(step, groups, rates)
     assert held.schedule.pages == (6, 100)
     assert hold(BudgetSchedule("s", page_size=8, pages=(UNLIMITED - 1,)), longest=800).schedule.pages == (100,)
+
+
+def test_shifted_budgets_stay_on_the_ladder_and_inside_its_limits() -> None:
+    held = hold(replace(SCHEDULE, pages=(8, 12, 12, 40, UNLIMITED)), min_pages=8)
+    assert held.shifted(0).pages == held.schedule.pages
+    assert held.shifted(1).pages == (8, 17, 17, 40, UNLIMITED), "bin 0 has all its pages already"
+    assert held.shifted(2).pages == (8, 17, 23, 40, UNLIMITED), "bin 1 too"
+    assert held.shifted(-2).pages == (8, 8, 8, 40, UNLIMITED)
+    assert held.schedule.pages == (8, 12, 12, 40, UNLIMITED), "nothing moved"
 
 
 def test_a_dense_schedule_has_no_bins() -> None:
