@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,19 @@ class WatchedTrainer(RLTrainer):
         return found
 
 
-def finish(trainer: WatchedTrainer, run: RunDir, result: LoopResult, began: float) -> RunDir:
-    """The end of a session: nothing to sum up."""
-    return run
+@dataclass(frozen=True)
+class Ended:
+    """A session that is over; what it found is in the run directory."""
+
+    run_dir: Path
+
+    @classmethod
+    def of(cls, trainer: WatchedTrainer, run: RunDir, result: LoopResult, began: float) -> Ended:
+        return cls(run.path)
+
+    def line(self) -> str:
+        """The closing line."""
+        return str(self.run_dir)
 
 
 def run_from(start: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def run_from(start: str, options: argparse.Namespace) -> dict[str, Any]:
     checks = {options.steps, steps}
     if not all((run_dir / f"truth-{step}.json").is_file() for step in checks):
         trainer = partial(WatchedTrainer, config, checks=sorted(checks), shift=shift, samples=options.samples)
-        run_session(config, trainer, finish, resume=(run_dir / "config.toml").is_file(), quiet=False, at_end=None)
+        run_session(config, trainer, Ended.of, resume=(run_dir / "config.toml").is_file(), quiet=False, at_end=None)
     records = [r for r in RunDir.open(run_dir).read_metrics() if r["step"] > 0]
     firsts = [int(f) for f in bin_edges(start_schedule(start, longest))]
     return {
