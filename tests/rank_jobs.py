@@ -29,11 +29,13 @@ RANK = int(os.environ.get("RANK", "0"))
 
 def train(verb: Any, schema: Any, job: dict[str, Any]) -> dict[str, Any]:
     """disturb: see `rewards.disturbed`. poison: [rank, micro-batch], whose loss is NaN. break: [rank], whose `collect` has a bug.
-    seeds: per rank."""
+    seeds: per rank. env: variables of the launcher."""
     config = load_config(schema, job["recipe"], [tuple(pair) for pair in job.get("overrides", [])])
     if "seeds" in job:
         config = config.model_copy(update={"train": config.train.model_copy(update={"seed": job["seeds"][RANK]})})
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in job.get("env", {}).items():
+            patch.setenv(name, value)
         patch.setenv("DISTURB", f"{job['name']}:{job['disturb']}" if "disturb" in job else "")
         if job.get("poison", [None])[0] == RANK:
             poison_loss(patch, job["poison"][1])
@@ -67,6 +69,33 @@ def sums(job: dict[str, Any]) -> dict[str, Any]:
             "any": [group.any(group.rank == 1, "flag"), group.any(False, "flag")],
             "from_main": group.from_main(f"of {group.rank}", "text"),
         }
+
+
+def shards(job: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of a tied bf16 model with an odd number of rows, sharded and not, on gradients that differ by rank."""
+    group = Ranks.join("cpu", "fsdp2")
+    with group.session():
+        whole, split = (tiny_policy("qwen3", num_hidden_layers=2, dtype=torch.bfloat16) for _ in range(2))
+        weights = ShardedWeights(split, group)
+        options = {"lr": 0.01, "weight_decay": 0.1}
+        expected = MasterAdamW(whole.trainable_parameters().items(), **options)
+        optimizer = ShardedAdamW(weights, group, **options)
+        norms = []
+        for step in range(3):
+            for one, other in zip(expected.parameters.values(), optimizer.parameters.values(), strict=True):
+                noise = torch.Generator().manual_seed(step)
+                grad = torch.randn(one.shape, generator=noise).to(one.dtype) * (1 + group.rank)
+                for part in range(1 + group.rank):  # micro-batches
+                    one.grad, other.grad = grad, grad.clone()
+            found = []
+            for adamw in (expected, optimizer):
+                for _ in range(1 + group.rank):
+                    pass
+                adamw.accumulate()
+                adamw.sum_over(group)
+                found.append(adamw.grad_norm())
+            norms.append(found)
+        return {}
 
 
 VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
