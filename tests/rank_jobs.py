@@ -20,9 +20,13 @@ import torch
 from torch import nn
 
 from leanroll.config import DistillConfig, RLConfig, load_config
+from leanroll.models import CausalContext
 from leanroll.train import distill, ranks, rl
+from leanroll.train.optim import MasterAdamW
 from leanroll.train.ranks import Ranks
+from leanroll.train.sharding import ShardedAdamW, ShardedWeights
 from tests.recipe import poison_loss
+from tests.tiny import tiny_policy
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -72,30 +76,69 @@ def sums(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def shards(job: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of a tied bf16 model with an odd number of rows, sharded and not, on gradients that differ by rank."""
+    """Three steps of a tied bf16 model with an odd number of rows, split and not, of two micro-batches on rank 0 and one on 1."""
     group = Ranks.join("cpu", "fsdp2")
     with group.session():
         whole, split = (tiny_policy("qwen3", num_hidden_layers=2, dtype=torch.bfloat16) for _ in range(2))
+        total = sum(p.numel() for p in whole.trainable_parameters().values())
         weights = ShardedWeights(split, group)
-        options = {"lr": 0.01, "weight_decay": 0.1}
-        expected = MasterAdamW(whole.trainable_parameters().items(), **options)
-        optimizer = ShardedAdamW(weights, group, **options)
+        expected = MasterAdamW(whole.trainable_parameters().items(), lr=0.01, weight_decay=0.1)
+        optimizer = ShardedAdamW(weights, group, lr=0.01, weight_decay=0.1)
         norms = []
         for step in range(3):
-            for one, other in zip(expected.parameters.values(), optimizer.parameters.values(), strict=True):
-                noise = torch.Generator().manual_seed(step)
-                grad = torch.randn(one.shape, generator=noise).to(one.dtype) * (1 + group.rank)
-                for part in range(1 + group.rank):  # micro-batches
-                    one.grad, other.grad = grad, grad.clone()
-            found = []
+            generator = torch.Generator().manual_seed(10 * step + group.rank)
+            for _ in range(2 - group.rank):
+                for name, one in expected.parameters.items():
+                    if name.endswith("q_norm.weight") and step < 2:
+                        continue  # without a gradient until then
+                    one.grad = torch.randn(one.shape, generator=generator).bfloat16()
+                    optimizer.parameters[name].grad = one.grad.clone()
+                expected.accumulate()
+                optimizer.accumulate()
             for adamw in (expected, optimizer):
-                for _ in range(1 + group.rank):
-                    pass
-                adamw.accumulate()
                 adamw.sum_over(group)
-                found.append(adamw.grad_norm())
-            norms.append(found)
-        return {}
+                norms.append(adamw.grad_norm())
+            freed = sum(p.untyped_storage().nbytes() for p in weights.parameters.values())
+            reduced = sum(grad.nbytes for grad in optimizer.gradients().values())
+            for adamw, norm in zip((expected, optimizer), norms[-2:], strict=True):
+                adamw.step(lr_factor=1.0, max_grad_norm=1.0, grad_norm=norm)
+        state, own = expected.state_dict(), optimizer.state_dict()
+        moments = [m for s in optimizer.adamw.state.values() for m in s.values() if m.dim()]
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            hidden = [p.hidden(ids, torch.arange(3)[None], CausalContext()) for p in (whole, split)]
+        pairs = [(p, weights.parameters[name]) for name, p in expected.parameters.items()]
+        return {
+            "total": total,
+            "norms": norms,
+            "masters": sum(m.nbytes for m in optimizer.masters.values()),
+            "moments": sum(m.nbytes for m in moments),
+            "reduced": reduced,
+            "freed": freed,
+            "whole": sum(p.untyped_storage().nbytes() for p in weights.parameters.values()),
+            "weights_differ": max(float((a - b).detach().abs().max()) for a, b in pairs),
+            "hidden_differ": float((hidden[0] - hidden[1]).abs().max()),
+            "tied": split.head.weight is split.base.get_input_embeddings().weight,
+            "plain": all(type(p) is nn.Parameter for p in split.model.parameters()),
+            "checksums": group.gather(optimizer.checksum(), "checksums"),
+            "state": None if not own else _largest_difference(state, own),
+        }
+
+
+def _largest_difference(one: Any, other: Any) -> float:
+    """Between two states of the same structure; infinite where that differs."""
+    if isinstance(one, torch.Tensor):
+        same = one.shape == other.shape and one.dtype == other.dtype and type(other) is torch.Tensor
+        return float((one - other).abs().max()) if same else float("inf")
+    if isinstance(one, dict):
+        return (
+            max((_largest_difference(v, other[k]) for k, v in one.items()), default=0.0)
+            if one.keys() == other.keys()
+            else float("inf")
+        )
+    if isinstance(one, list):
+        return max((_largest_difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return 0.0 if one == other else float("inf")
 
 
 VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -103,6 +146,7 @@ VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "distill": lambda job: train(distill.run, DistillConfig, job),
     "apart": apart,
     "sums": sums,
+    "shards": shards,
 }
 
 
