@@ -99,9 +99,15 @@ def shards(job: dict[str, Any]) -> dict[str, Any]:
                 adamw.sum_over(group)
                 norms.append(adamw.grad_norm())
             freed = sum(p.untyped_storage().nbytes() for p in weights.parameters.values())
-            reduced = sum(grad.nbytes for grad in optimizer.gradients().values())
+            reduced = list(optimizer.gradients().values())
             for adamw, norm in zip((expected, optimizer), norms[-2:], strict=True):
                 adamw.step(lr_factor=1.0, max_grad_norm=1.0, grad_norm=norm)
+        before = {name: p.detach().clone() for name, p in weights.parameters.items()}
+        optimizer.parameters["model.norm.weight"].grad = torch.ones(64, dtype=torch.bfloat16)
+        optimizer.accumulate()
+        optimizer.sum_over(group)
+        optimizer.zero_grad()  # an update that is not applied
+        back = all(torch.equal(p, before[name]) for name, p in weights.parameters.items())
         state, own = expected.state_dict(), optimizer.state_dict()
         moments = [m for s in optimizer.adamw.state.values() for m in s.values() if m.dim()]
         ids = torch.tensor([[5, 6, 7]])
@@ -113,13 +119,15 @@ def shards(job: dict[str, Any]) -> dict[str, Any]:
             "norms": norms,
             "masters": sum(m.nbytes for m in optimizer.masters.values()),
             "moments": sum(m.nbytes for m in moments),
-            "reduced": reduced,
+            "reduced": sum(grad.nbytes for grad in reduced),
             "freed": freed,
             "whole": sum(p.untyped_storage().nbytes() for p in weights.parameters.values()),
             "weights_differ": max(float((a - b).detach().abs().max()) for a, b in pairs),
             "hidden_differ": float((hidden[0] - hidden[1]).abs().max()),
             "tied": split.head.weight is split.base.get_input_embeddings().weight,
-            "plain": all(type(p) is nn.Parameter for p in split.model.parameters()),
+            "plain": all(type(p) is nn.Parameter for p in split.model.parameters())
+            and all(type(grad) is torch.Tensor for grad in reduced),
+            "back": back and not optimizer.gradients(),
             "checksums": group.gather(optimizer.checksum(), "checksums"),
             "state": None if not own else _largest_difference(state, own),
         }

@@ -271,6 +271,7 @@ def test_shards_are_updated_as_whole_weights_are(launch: Launch) -> None:
         assert result["hidden_differ"] < 1e-2
         assert result["tied"]
         assert result["plain"]
+        assert result["back"]
         assert result["checksums"][0] == result["checksums"][1]
     assert launch.results("shards")[0]["state"] < 1e-6, "a checkpoint is that of whole weights"
 
