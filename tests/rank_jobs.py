@@ -7,6 +7,7 @@ A job is a dictionary: name, verb (a function of `VERBS`), and its arguments.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from leanroll.config import DistillConfig, RLConfig, load_config
+from leanroll.errors import ConfigError
 from leanroll.models import CausalContext
 from leanroll.train import distill, ranks, rl
 from leanroll.train.optim import MasterAdamW
@@ -73,6 +75,23 @@ def sums(job: dict[str, Any]) -> dict[str, Any]:
             "any": [group.any(group.rank == 1, "flag"), group.any(False, "flag")],
             "from_main": group.from_main(f"of {group.rank}", "text"),
         }
+
+
+def rescue(job: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 fails, and whether all are there afterwards is asked by both, with other states, or by rank 0 alone."""
+    met: dict[str, Any] = {}
+    for case in ("both", "other states", "one"):
+        group = Ranks.join("cpu")
+        with contextlib.suppress(ConfigError), group.session():
+            try:
+                if group.rank == 1:
+                    raise ConfigError("failed")
+                group.gather(None, "place")
+            except ConfigError as error:
+                if case != "one" or group.rank == 0:
+                    met[case] = group.meet_after(error, (1, group.rank if case == "other states" else 0))
+                raise
+    return met
 
 
 def shards(job: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +173,7 @@ VERBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "distill": lambda job: train(distill.run, DistillConfig, job),
     "apart": apart,
     "sums": sums,
+    "rescue": rescue,
     "shards": shards,
 }
 

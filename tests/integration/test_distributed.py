@@ -171,7 +171,7 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("ranks")
     found = Launch(folder)
-    jobs: list[dict[str, Any]] = [{"name": verb, "verb": verb} for verb in ("apart", "sums", "shards")]
+    jobs: list[dict[str, Any]] = [{"name": verb, "verb": verb} for verb in ("apart", "sums", "rescue", "shards")]
 
     def add(name: str, recipe: str, run: str, **more: Any) -> None:
         overrides = [["train.run_dir", str(found.run(run, 2))], *more.pop("overrides", [])]
@@ -299,6 +299,12 @@ def test_a_sharded_run_goes_on_as_if_unbroken(launch: Launch) -> None:
     weights, others = (launch.state(name, 2)["optimizer"]["masters"] for name in ("rl-sharded", "broken-sharded"))
     for key, weight in weights.items():
         assert torch.equal(weight, others[key]), key
+
+
+def test_processes_meet_after_a_failure_only_where_all_come(launch: Launch) -> None:
+    here, there = launch.results("rescue")
+    assert here == {"both": True, "other states": False, "one": False}
+    assert there == {"both": True, "other states": False}
 
 
 def test_sharded_and_whole_runs_continue_each_other(launch: Launch) -> None:
