@@ -1,10 +1,12 @@
-"""I5: two processes train what one trains. All jobs run in one launch of two CPU processes; see tests/rank_jobs.py."""
+"""I5: two processes train what one trains, with and without FSDP2. All jobs run in one launch of two CPU processes; see
+tests/rank_jobs.py."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from leanroll.config import DistillConfig, RLConfig, to_toml
+from leanroll.config import DistillConfig, RLConfig, load_config, to_toml
 from leanroll.errors import ConfigError
-from leanroll.rundir import RunDir
+from leanroll.rundir import CHECKPOINTS, RunDir
 from leanroll.rundir_metrics import is_timing
 from leanroll.train import distill, rl
+from leanroll.train.checkpoint import Checkpoints
 from leanroll.train.ranks import Ranks
 from tests.integration.test_distill import recipe as distill_recipe
 from tests.recipe import reward, save_tiny_model, tiny_recipe
@@ -30,6 +34,11 @@ ROOT = Path(__file__).parents[2]
 
 TOLERANCE = {"rel": 2e-4, "abs": 2e-5}
 """Of a metric after three steps in fp32: sums over groups are taken in another order, and AdamW divides by small numbers."""
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+"""What `accelerate launch --use_fsdp --fsdp_version 2` sets; with the last one transformers would load weights on rank 0 alone."""
+
+SHARDED = ["train.sharding", "fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ def recipes(folder: Path) -> dict[str, RLConfig | DistillConfig]:
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("ranks")
     found = Launch(folder)
-    jobs: list[dict[str, Any]] = [{"name": "apart", "verb": "apart"}, {"name": "sums", "verb": "sums"}]
+    jobs: list[dict[str, Any]] = [{"name": verb, "verb": verb} for verb in ("apart", "sums", "rescue", "shards")]
 
     def add(name: str, recipe: str, run: str, **more: Any) -> None:
         overrides = [["train.run_dir", str(found.run(run, 2))], *more.pop("overrides", [])]
@@ -190,6 +199,17 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     add("full-while-saving", "rl", "full-while-saving", full="checkpoint", disturb="1:3:fail", overrides=few)
     add("taken", "rl", "rl")
     add("different", "rl", "different", seeds=[0, 1])
+    # Sharded: three whole runs, one broken off and continued in the ways above, one that an unsharded run began.
+    add("rl-sharded", "rl", "rl-sharded", env=FSDP2)
+    add("rl-uneven-sharded", "rl-uneven", "rl-uneven-sharded", overrides=[SHARDED])
+    add("distill-ranked-sharded", "distill-ranked", "distill-ranked-sharded", overrides=[SHARDED])
+    rarely = [SHARDED, ["train.save_every", "10"]]
+    add("interrupted-sharded", "rl", "broken-sharded", disturb="1:2:interrupt", overrides=rarely)
+    add("failed-sharded", "rl", "broken-sharded", resume=True, disturb="1:2:fail", overrides=rarely)
+    add("resumed-sharded", "rl", "broken-sharded", resume=True, overrides=rarely)
+    shutil.copytree(found.run("rl", 1), found.run("taken-over", 2), symlinks=True)
+    Checkpoints(found.run("taken-over", 2) / CHECKPOINTS, 0).go_back_to(2)
+    add("taken-over", "rl", "taken-over", resume=True, overrides=[SHARDED])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -207,18 +227,95 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 @pytest.mark.parametrize("name", ["rl", "rl-uneven", "rl-sampler", "distill", "distill-adaptive", "distill-ranked"])
 def test_two_processes_train_what_one_trains(launch: Launch, name: str) -> None:
-    one, two = launch.metrics(name, 1), launch.metrics(name, 2)
-    assert launch.results(name)[0].get("error") is None, launch.results(name)
+    same_training(launch, (name, 1), (name, 2))
+
+
+def same_training(launch: Launch, expected: tuple[str, int], got: tuple[str, int]) -> None:
+    """Two runs have the same metrics, completions and weights. expected, got: names and numbers of processes."""
+    if got[1] == 2:
+        assert launch.results(got[0])[0].get("error") is None, launch.results(got[0])
+    one, two = launch.metrics(*expected), launch.metrics(*got)
     assert [r.keys() for r in one] == [r.keys() for r in two]
     for record, other in zip(one, two, strict=True):
         for key, value in record.items():
             assert other[key] == pytest.approx(value, **TOLERANCE), f"step {record['step']}, {key}"
-    for step in RunDir.open(launch.run(name, 1)).rollout_steps():
-        texts = [RunDir.open(launch.run(name, n)).rollouts_path(step).read_text() for n in (1, 2)]
+    for step in RunDir.open(launch.run(*expected)).rollout_steps():
+        texts = [RunDir.open(launch.run(*run)).rollouts_path(step).read_text() for run in (expected, got)]
         assert texts[0] == texts[1], f"completions of step {step}"
-    weights, others = (launch.state(name, n)["optimizer"]["masters"] for n in (1, 2))
+    weights, others = (launch.state(*run)["optimizer"]["masters"] for run in (expected, got))
     for key, weight in weights.items():
         torch.testing.assert_close(others[key], weight, rtol=1e-3, atol=2e-4, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", ["rl", "rl-uneven", "distill-ranked"])
+def test_sharded_processes_train_what_one_trains(launch: Launch, name: str) -> None:
+    same_training(launch, (name, 1), (f"{name}-sharded", 2))
+    environment = RunDir.open(launch.run(f"{name}-sharded", 2)).read_environment()
+    assert (environment["num_processes"], environment["sharding"]) == (2, "fsdp2")
+
+
+def test_a_shard_is_a_half(launch: Launch) -> None:
+    for result in launch.results("shards"):
+        half = 4 * result["total"] / 2  # bytes, in fp32
+        for name, parts in (("masters", 1), ("moments", 2), ("reduced", 1)):
+            assert result[name] == pytest.approx(parts * half, rel=2e-3), name  # one of 259 rows more or less
+        assert (result["freed"], result["whole"]) == (0, pytest.approx(2 * result["total"], rel=2e-3))
+    here, there = launch.results("shards")
+    assert here["masters"] + there["masters"] == 4 * here["total"]
+
+
+def test_shards_are_updated_as_whole_weights_are(launch: Launch) -> None:
+    for result in launch.results("shards"):
+        for expected, norm in zip(result["norms"][::2], result["norms"][1::2], strict=True):
+            assert norm == pytest.approx(expected, rel=1e-5)
+        # A sum of two is the same in any order; the norm, which clipping divides by, is not.
+        assert result["weights_differ"] < 1e-6
+        assert result["hidden_differ"] < 1e-2
+        assert result["tied"]
+        assert result["plain"]
+        assert result["back"]
+        assert result["checksums"][0] == result["checksums"][1]
+    assert launch.results("shards")[0]["state"] < 1e-6, "a checkpoint is that of whole weights"
+
+
+def test_a_sharded_checkpoint_is_an_ordinary_one(launch: Launch) -> None:
+    one, two = (launch.run(f"rl-uneven{n}", k) for n, k in (("", 1), ("-sharded", 2)))
+    files = [{str(p.relative_to(run)) for p in run.rglob("*")} for run in (one, two)]
+    assert files[0] == files[1]
+    folder = two / "checkpoints" / "latest" / "policy"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    masters = launch.state("rl-uneven-sharded", 2)["optimizer"]["masters"]
+    assert masters.keys() == dict(model.named_parameters()).keys()
+    for key, weight in model.named_parameters():
+        assert torch.equal(weight, masters[key]), key
+
+
+def test_a_sharded_run_goes_on_as_if_unbroken(launch: Launch) -> None:
+    assert launch.results("interrupted-sharded") == [{"last_step": 1, "interrupted": True}] * 2
+    assert [r["error"] for r in launch.results("failed-sharded")] == ["RewardError"] * 2
+    assert launch.results("resumed-sharded") == [{"last_step": 3, "interrupted": False}] * 2
+    assert launch.metrics("broken-sharded", 2) == launch.metrics("rl-sharded", 2)
+    saved = {p.name for p in (launch.run("broken-sharded", 2) / CHECKPOINTS).glob("step-*")}
+    assert saved == {"step-000002", "step-000003"}, "the step before the failed one was put together and saved"
+    weights, others = (launch.state(name, 2)["optimizer"]["masters"] for name in ("rl-sharded", "broken-sharded"))
+    for key, weight in weights.items():
+        assert torch.equal(weight, others[key]), key
+
+
+def test_processes_meet_after_a_failure_only_where_all_come(launch: Launch) -> None:
+    here, there = launch.results("rescue")
+    assert here == {"both": True, "other states": False, "one": False}
+    assert there == {"both": True, "other states": False}
+
+
+def test_sharded_and_whole_runs_continue_each_other(launch: Launch) -> None:
+    same_training(launch, ("rl", 1), ("taken-over", 2))
+    shutil.copytree(launch.run("rl-sharded", 2), launch.run("handed-back", 1), symlinks=True)
+    Checkpoints(launch.run("handed-back", 1) / CHECKPOINTS, 0).go_back_to(2)
+    config = load_config(RLConfig, launch.folder / "rl.toml", [("train.run_dir", str(launch.run("handed-back", 1)))])
+    rl.run(config, resume=True, quiet=True)
+    same_training(launch, ("rl", 1), ("handed-back", 1))
 
 
 def test_the_uneven_run_had_a_process_without_groups(launch: Launch) -> None:
@@ -321,10 +418,27 @@ def test_exchanges(launch: Launch) -> None:
         assert result["from_main"] == "of 0"
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
-def test_sharding_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(ConfigError, match="expected plain data parallelism"):
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_other_ways_to_shard_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "true")  # without a version, FSDP is the first
+    with pytest.raises(ConfigError, match=f"{name} is set.*expected plain data parallelism .* or FSDP2"):
+        Ranks.join("cpu")
+
+
+@pytest.mark.parametrize("option", ["FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"])
+def test_options_of_fsdp2_without_effect_are_refused(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    for name, value in (*FSDP2.items(), (option, "true")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{option} is set, but has no effect"):
+        Ranks.join("cpu")
+
+
+def test_one_process_has_nothing_to_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="there is one process"):
+        Ranks.join("cpu", "fsdp2")
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="there is one process"):
         Ranks.join("cpu")
 
 

@@ -28,6 +28,7 @@ FREE_ON_RESUME = frozenset(
         "train.keep_checkpoints",
         "train.trackers",
         "train.run_dir",
+        "train.sharding",
         "rollout.kv_memory_gib",
         "rollout.schedule",
         "task.reward_workers",

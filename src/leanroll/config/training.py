@@ -160,6 +160,12 @@ class TrainConfig(Section):
     gradient_checkpointing: Bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
+    sharding: Literal["none", "fsdp2"] = Field(
+        "none",
+        description="With several processes, what each of them keeps: none, all of the optimizer's state; fsdp2, a shard of the "
+        "trained weights in fp32, their AdamW moments and summed gradients (docs/distributed.md). A launcher set up for FSDP2 "
+        "turns it on too.",
+    )
     seed: Int = Field(0, ge=0, lt=2**63, description="Seed of data order, sampling and adapter weights.")
     save_every: Int = Field(10, ge=0, description="Steps between checkpoints. 0: only after the last step.")
     keep_checkpoints: Int = Field(2, ge=0, description="Latest checkpoints kept. 0: all.")

@@ -211,16 +211,24 @@ class Policy:
         """Text of token ids."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def save_pretrained(self, directory: Path | str) -> None:
-        """Write the adapter (peft format) or the whole model (transformers format), with the tokenizer. Not atomic by itself."""
+    def refresh_head(self) -> None:
+        """Read the head's parameters anew, after the model got other ones."""
+        self.head = read_head(self.base)
+
+    def save_pretrained(self, directory: Path | str, *, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapter (peft format) or the whole model (transformers format), with the tokenizer. Not atomic by itself.
+
+        state_dict: the model's, where its own method is not to be asked for it.
+        """
+        state: Any = None if state_dict is None else dict(state_dict)
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if isinstance(self.model, PeftModel):
             # "auto" would ask the hub whether the base model's vocabulary was resized.
-            self.model.save_pretrained(str(directory), save_embedding_layers=False)
+            self.model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=state)
             (directory / BASE_FILE).write_text(json.dumps({"base": self.name}) + "\n")
         else:
-            self.model.save_pretrained(directory)
+            self.model.save_pretrained(directory, state_dict=state)
         self.tokenizer.save_pretrained(directory)
 
 

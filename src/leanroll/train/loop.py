@@ -87,11 +87,13 @@ def run_loop(
     forget: Callable[[int], None],
     summarise: Callable[[int, Mapping[str, float]], str],
     agree: Callable[[bool], bool] = bool,
+    rescue: Callable[[int, LeanrollError], None] | None = None,
 ) -> LoopResult:
     """Run steps `plan.first_step` … `plan.num_steps`. A first Ctrl-C finishes the step, saves and returns; a second
     one aborts.
 
     forget: drops the checkpoints later than a step. agree: whether any process of the run says yes, asked once a step.
+    rescue: saves the last step when the next one failed with this error; None: as `save` does.
 
     Raises:
         LeanrollError: from the algorithm (it diverged, a reward failed, …); the last step's state is saved first when this
@@ -110,7 +112,7 @@ def run_loop(
             except LeanrollError as error:
                 if algorithm.num_updates == updates_before and saved < last:
                     try:
-                        save(last)
+                        save(last) if rescue is None else rescue(last, error)
                     except StorageError as refused:
                         raise StorageError(
                             f"{refused}\nIt was to be saved because of another error:\n{error}"

@@ -1,8 +1,9 @@
 """Several processes that train one policy: who does which share of a step, and how they tell each other.
 
-Every process (rank) holds the whole policy, whose modules its engine runs. Rollouts, rewards, scoring and backward passes are
-split by groups; rollouts and rewards are then known to all, so that whatever is decided or normalised over a step is computed
-from the same numbers everywhere. Gradients are summed once per update. With one process everything here is the identity.
+Every process (rank) runs the whole policy, whose modules its engine uses; `train.sharding` splits what an update keeps beside it.
+Rollouts, rewards, scoring and backward passes are split by groups; rollouts and rewards are then known to all, so that whatever
+is decided or normalised over a step is computed from the same numbers everywhere. Gradients are summed once per update. With one
+process everything here is the identity.
 
 Every exchange starts with a message of each rank. A rank that fails sends its error instead, wherever the others are, so
 all of them stop; a message also says what it is for, so that ranks that went apart stop with an error too.
@@ -16,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,13 @@ TIMEOUT = timedelta(hours=2)
 _BUCKET_ELEMENTS = 2**24
 """Elements of gradients that are copied and summed at once (64 MiB)."""
 
-_SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_FSDP = "ACCELERATE_USE_FSDP"
+_REFUSED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_WITHOUT_EFFECT = {
+    "FSDP_OFFLOAD_PARAMS": "shards stay on the device",
+    "FSDP_ACTIVATION_CHECKPOINTING": "that is train.gradient_checkpointing in the recipe",
+}
+"""Options of accelerate's FSDP that a user would miss, and why they do nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +55,41 @@ class _Message:
 
 
 class Ranks:
-    """The processes of this run, as seen by one of them. rank: from 0; 0 is the main one, the only one that writes."""
+    """The processes of this run, as seen by one of them. rank: from 0; 0 is the main one, the only one that writes.
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    sharded: whether each keeps a shard of what is trained (`train.sharding`), not all of it.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, *, sharded: bool = False) -> None:
         """Make it with `join`; without arguments, a process alone. Collective when size > 1."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.sharded = rank, size, sharded
         # Of its own, on the CPU: messages need no GPU, and may be as far apart as a step of the slowest rank.
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if size > 1 else None
         self._stopped = False
 
     @classmethod
-    def join(cls, device: str) -> Ranks:
+    def join(cls, device: str, sharding: Literal["none", "fsdp2"] = "none") -> Ranks:
         """Meet the processes that a launcher (`accelerate launch`, torchrun) started beside this one.
 
-        device: torch device of the policy.
+        device: torch device of the policy. sharding: `train.sharding`; a launcher set up for FSDP2 turns it on too.
 
         Raises:
-            ConfigError: a launcher configured to shard the model, or a device that all processes would share.
+            ConfigError: a launcher configured to shard the model in another way than FSDP2, sharding over one process, or a device
+                that all processes would share.
         """
-        sharding = [name for name in _SHARDING if os.environ.get(name, "false").lower() in ("true", "1")]
-        if sharding:
-            raise ConfigError(
-                f"{sharding[0]} is set: the launcher is configured to shard the model; expected plain data parallelism, where "
-                "every process holds the whole model, since its rollouts run on it. Launch with --multi_gpu, without a sharding "
-                "plugin."
-            )
+        sharded = _launcher_shards() or sharding == "fsdp2"
         state = PartialState(cpu=torch.device(device).type == "cpu")
         if state.num_processes > 1 and torch.device(device).index is not None:
             raise ConfigError(
                 f"model.device is {device!r}, with {state.num_processes} processes; expected a device without a number, each "
                 "process then takes one of its own. Set model.device = 'cuda', or start one process."
             )
-        return cls(state.process_index, state.num_processes)
+        if sharded and state.num_processes == 1:
+            raise ConfigError(
+                "FSDP2 is on (train.sharding, or the launcher's configuration), but there is one process, so nothing can be split. "
+                "Start several (docs/distributed.md), or leave it out."
+            )
+        return cls(state.process_index, state.num_processes, sharded=sharded)
 
     @property
     def is_main(self) -> bool:
@@ -140,7 +150,7 @@ class Ranks:
         for bucket in _buckets(wanted):
             grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in bucket]
             flat = torch.cat([g.reshape(-1) for g in grads])
-            with _peers():
+            with peers():
                 dist.all_reduce(flat)
             parts = flat.split([g.numel() for g in grads])
             for master, grad, part in zip(bucket, grads, parts, strict=True):
@@ -156,27 +166,50 @@ class Ranks:
             yield
             return
         try:
-            yield
+            with _fsdp_is_ours():
+                yield
             self.gather(None, "end")
         except Exception as error:
             self._tell(error)
+            self._leave()
             raise
         finally:
             dist.destroy_process_group(self._group)
 
+    def meet_after(self, error: Exception, state: tuple[int, ...]) -> bool:
+        """After an error, inside of `session`: whether all ranks come here, with the same state.
+
+        The others may be elsewhere for good, with an error that leads past here, or gone.
+        """
+        self._tell(error)
+        try:
+            messages = self._send(_Message("rescue", state))
+        except RankError:
+            return False
+        return all((m.what, m.value) == ("rescue", state) for m in messages)
+
     def _tell(self, error: Exception) -> None:
+        if self._stopped:
+            return
         kind = type(error) if isinstance(error, LeanrollError) else RankError
         text = str(error) if isinstance(error, LeanrollError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(LeanrollError):
-            if not self._stopped:
-                self._exchange(_Message("error", error=(kind, text)))
-        with contextlib.suppress(RuntimeError):  # they are gone
-            dist.barrier(self._group)
+            self._exchange(_Message("error", error=(kind, text)))
+
+    def _leave(self) -> None:
+        """Wait until all ranks are here."""
+        with contextlib.suppress(RankError):  # they are gone
+            while any(m.what != "leave" for m in self._send(_Message("leave"))):
+                pass
+
+    def _send(self, message: _Message) -> list[_Message]:
+        messages: list[Any] = [None] * self.size
+        with peers():
+            dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
     def _exchange(self, message: _Message) -> list[Any]:
-        messages: list[Any] = [None] * self.size
-        with _peers():
-            dist.all_gather_object(messages, message, group=self._group)
+        messages = self._send(message)
         failed = [(rank, m.error) for rank, m in enumerate(messages) if m.error is not None]
         if failed:
             self._stopped = True
@@ -204,8 +237,42 @@ def fingerprint(policy: Policy) -> str:
     return digest.hexdigest()
 
 
+def _launcher_shards() -> bool:
+    """Whether the launcher is set up for FSDP2. Raises ConfigError for other ways to shard, and options without effect."""
+    refused = [name for name in _REFUSED if _is_set(name)]
+    if _is_set(_FSDP) and os.environ.get("FSDP_VERSION", "1") != "2":
+        refused.append(_FSDP)
+    if refused:
+        raise ConfigError(
+            f"{refused[0]} is set: the launcher is configured to shard the model; expected plain data parallelism (--multi_gpu) or "
+            "FSDP2 (--use_fsdp --fsdp_version 2), since every process samples with the whole model."
+        )
+    if not _is_set(_FSDP):
+        return False
+    for name, why in _WITHOUT_EFFECT.items():
+        if _is_set(name):
+            raise ConfigError(f"{name} is set, but has no effect: {why}. Turn it off in the launcher's configuration.")
+    return True
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
 @contextlib.contextmanager
-def _peers() -> Iterator[None]:
+def _fsdp_is_ours() -> Iterator[None]:
+    """Inside, accelerate and transformers do not see the launcher's FSDP2: the one would refuse models that it did not wrap
+    itself, the other load the weights on the first process of a machine alone."""
+    before = os.environ.pop(_FSDP, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_FSDP] = before
+
+
+@contextlib.contextmanager
+def peers() -> Iterator[None]:
     """Turn a broken connection into a RankError."""
     try:
         yield

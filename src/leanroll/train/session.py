@@ -58,10 +58,10 @@ def run_session(
         RankError: another process of the run is gone, or does not go the same way.
     """
     began = time.perf_counter()
-    ranks = Ranks.join(setup.device_of(config.model))
+    ranks = Ranks.join(setup.device_of(config.model), config.train.sharding)
     with ExitStack() as stack:
         stack.enter_context(ranks.session())
-        ranks.check_equal(f"{to_toml(config)}resume = {resume}", "options")
+        ranks.check_equal(f"{to_toml(config)}resume = {resume}\nsharded = {ranks.sharded}", "options")
         schedule = setup.build_schedule(config.rollout)
         path = config.train.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         display = stack.enter_context(RunDisplay(config.train.steps, 1, quiet=quiet or not ranks.is_main))
@@ -153,6 +153,7 @@ def _create_run(path: str, config: ConfigT, schedule: BudgetSchedule, policy: Po
             "device": str(policy.device),
             "dtype": str(policy.dtype).removeprefix("torch."),
             "num_processes": ranks.size,
+            "sharding": "fsdp2" if ranks.sharded else "none",
         }
     )
     run = RunDir.create(path, config_toml=to_toml(config), environment=environment)

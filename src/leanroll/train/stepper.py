@@ -56,7 +56,7 @@ class Stepper:
         """
         if self.ranks.size == 1:
             return loss, grad_norm
-        self.ranks.sum_gradients(list(self.optimizer.masters.values()))
+        self.optimizer.sum_over(self.ranks)
         norm = self.optimizer.grad_norm()
         if not math.isfinite(norm):
             bad = self.bad_gradients()
@@ -79,8 +79,4 @@ class Stepper:
 
     def bad_gradients(self) -> list[str]:
         """Names of the parameters whose accumulated gradient is not finite."""
-        return [
-            name
-            for name, master in self.optimizer.masters.items()
-            if master.grad is not None and not bool(master.grad.isfinite().all())
-        ]
+        return [name for name, grad in self.optimizer.gradients().items() if not bool(grad.isfinite().all())]

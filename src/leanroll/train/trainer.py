@@ -9,7 +9,8 @@ from __future__ import annotations
 import resource
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 
 from leanroll.config import DistillConfig, RLConfig, to_dict, to_toml
-from leanroll.errors import ConfigError
+from leanroll.errors import ConfigError, LeanrollError, RankError
 from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import CHECKPOINTS, RunDir
@@ -32,6 +33,7 @@ from leanroll.train.loop import Halt, LoopPlan, LoopResult, run_loop
 from leanroll.train.optim import MasterAdamW
 from leanroll.train.progress import RunDisplay
 from leanroll.train.ranks import ALONE, Ranks, fingerprint
+from leanroll.train.sharding import ShardedAdamW, ShardedWeights
 from leanroll.train.stepper import Stepper
 
 ConfigT = TypeVar("ConfigT", RLConfig, DistillConfig)
@@ -58,6 +60,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         )
         if ranks.size > 1:
             ranks.check_equal(fingerprint(self.policy), "weights")
+        self.weights = ShardedWeights(self.policy, ranks) if ranks.sharded else None
         if config.train.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
         self.task = setup.build_task(config.task)
@@ -68,13 +71,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
         self.eval_prompts = self.encoder.encode(self.eval_items)
         self.eval_sampling = setup.eval_sampling(self.policy, config.rollout, config.eval)
         self.engine.check(self.eval_prompts, self.eval_sampling)
-        self.optimizer = MasterAdamW(
-            self.policy.trainable_parameters().items(),
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-        )
+        self.optimizer = self._optimizer()
         self.accelerator = Accelerator(
             cpu=self.policy.device.type == "cpu",
             # Whatever the environment says: the engine samples without autocast, and losses are normalised already.
@@ -108,6 +105,13 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
     @abstractmethod
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         """What the user sees of a step: its own figures; `timing_text` has the rest."""
+
+    def _optimizer(self) -> MasterAdamW:
+        config = self.config.optimizer
+        make: Callable[..., MasterAdamW] = partial(MasterAdamW, self.policy.trainable_parameters().items())
+        if self.weights is not None:
+            make = partial(ShardedAdamW, self.weights, self.ranks)
+        return make(lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 
     @property
     def num_updates(self) -> int:
@@ -184,6 +188,7 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             display,
             log=self._log,
             save=lambda step: self._save(checkpoints, step),
+            rescue=lambda step, error: self._rescue(checkpoints, step, error),
             forget=lambda step: self._go_back(checkpoints, step),
             summarise=self.step_line,
             agree=lambda flag: self.ranks.any(flag, "interrupt"),
@@ -239,15 +244,18 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
             self.accelerator.log(dict(metrics), step=step)
 
     def _save(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
+        with self.display.phase("checkpoint"):
+            optimizer = self.optimizer.state_dict()  # shards are put together by all
         if not self.ranks.is_main:
             return
 
         def write(directory: Path) -> None:
-            self.policy.save_pretrained(directory / ckpt.POLICY_DIR)
+            model = None if self.weights is None else self.weights.state_dict()
+            self.policy.save_pretrained(directory / ckpt.POLICY_DIR, state_dict=model)
             if self.policy.sampler is not None:
                 self.policy.sampler.save(directory / ckpt.SAMPLER_DIR)
             state = {
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "random": self._random[0],
                 "random_of_others": self._random[1:],
                 "num_updates": self.num_updates,
@@ -260,6 +268,18 @@ class Trainer(ABC, Generic[ConfigT, BatchT]):
 
         with self.display.phase("checkpoint"):
             checkpoints.save(step, write, {"config": to_dict(self.config)})
+
+    def _rescue(self, checkpoints: ckpt.Checkpoints, step: int, error: LeanrollError) -> None:
+        """Save a step because the next one failed. Shards need all processes for that."""
+        if self.weights is None:
+            return self._save(checkpoints, step)
+        try:
+            if self.ranks.meet_after(error, (step, self.weights.is_whole)):
+                self.weights.gather()
+                return self._save(checkpoints, step)
+        except RankError:  # another one is gone since
+            pass
+        self.display.say(f"Step {step} is not saved: its state is split over processes, and not all of them are left.")
 
     def _go_back(self, checkpoints: ckpt.Checkpoints, step: int) -> None:
         """Drop the checkpoints later than a step."""

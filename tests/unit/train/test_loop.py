@@ -39,7 +39,7 @@ class Recorder:
         self.events.append(f"eval {step}")
         return {"eval/reward": 1.0}
 
-    def run(self, plan: LoopPlan) -> LoopResult:
+    def run(self, plan: LoopPlan, rescue: Callable[[int, LeanrollError], None] | None = None) -> LoopResult:
         def log(step: int, metrics: Mapping[str, float]) -> None:
             self.events.append(f"log {step}")
             self.logged[step] = metrics
@@ -53,7 +53,7 @@ class Recorder:
 
         with display:
             forget = lambda step: self.events.append(f"forget {step}")  # noqa: E731
-            return run_loop(self, plan, display, log=log, save=save, forget=forget, summarise=summarise)
+            return run_loop(self, plan, display, log=log, save=save, forget=forget, summarise=summarise, rescue=rescue)
 
 
 @pytest.mark.parametrize(("roll_back_to", "event"), [(None, "save 2"), (1, "forget 1")])
@@ -66,6 +66,18 @@ def test_a_halt_saves_or_rolls_back(roll_back_to: int | None, event: str) -> Non
     result = recorder.run(LoopPlan(first_step=1, num_steps=5, eval_every=0, save_every=0))
     assert result == LoopResult(last_step=2, interrupted=False, halted="it collapsed")
     assert recorder.events == ["update 1", "log 1", "update 2", "log 2", event]
+
+
+def test_a_rescue_of_its_own_knows_why() -> None:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise RewardError("broken")
+
+    recorder = Recorder(fail)
+    with pytest.raises(RewardError):
+        recorder.run(LoopPlan(1, 5, 0, 0), lambda step, error: recorder.events.append(f"rescue {step}: {error}"))
+    assert recorder.events[-2:] == ["update 3", "rescue 2: broken"]
+    assert not any(event.startswith("save") for event in recorder.events)
 
 
 def test_order_of_events() -> None:
