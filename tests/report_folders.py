@@ -162,8 +162,8 @@ def _probe(step: int, steps: int) -> dict[str, float]:
         return {}
     return {
         "eval/reward/exact": 0.3, "eval/reward/length": 0.1, "eval/truncated_share": 0.1, "probe/cap_rate": 0.1,
-        "probe/loop_share": 0.0, "probe/repeated_share": 0.05, "probe/eos_prob": 0.007, "probe/distinct_2": 0.8, "probe/length_p10": 60,
-        "probe/length_p50": 130, "probe/length_p90": 400, "probe/alarms": 0, "time/probe_s": 8.0,
+        "probe/loop_share": 0.0, "probe/repeated_share": 0.05, "probe/eos_prob": 0.007, "probe/distinct_2": 0.8,
+        "probe/length_p10": 60, "probe/length_p50": 130, "probe/length_p90": 400, "probe/alarms": 0, "time/probe_s": 8.0,
     }  # fmt: skip
 
 
