@@ -279,7 +279,7 @@ def _how_stops_count(found: dict[str, Any]) -> str:
     what = (
         "P(EOS) is the probability, before a token is drawn, that it is a stop token (all of the model's together), at temperature "
         f"{found['stops']['temperature']:g} and before top-k, top-p and min-p; mean over tokens. Base completions: the same tokens "
-        r"for all, those of the student before training. A completion without a \boxed counts as wrong."
+        r"for all, those of the student before training. A completion without a \boxed counts as not right."
     )
     return f"<p>{html.escape(what)}</p>"
 
