@@ -24,7 +24,7 @@ RUN_PLOTS = [
 DISTILL_PLOTS = [
     "Reward", "Rewards by name", "Held-out completion length", "KL of student and teacher", "Entropy",
     "KL by position", "KL by position and step", "Likeliest token", "Dropped mass", "Completion length", "Tokens per step",
-    "Completions cut", "Share of the KV read", "Signs of collapse", "Full-length completions", "Loss", "Gradient norm",
+    "Completions cut", "Share of the KV read", "Signs of collapse", "P(EOS)", "Full-length completions", "Loss", "Gradient norm",
     "Time per phase", "Speed of rollouts", "Peak memory",
 ]  # fmt: skip
 """Plots on the page of `write_distillation`, in order."""
@@ -40,7 +40,7 @@ PROFILE_PLOTS = [
 RUN_PROFILE_PLOTS = [
     "KL on the base completions", "KL after / before by position", "Base completions by position", "KL on own completions",
     "Where the student's likeliest token stands with the teacher", "Completion length", "Completion length, quantiles",
-    "KL by category", "KL by category and position, before", "KL by category and position, after",
+    "P(EOS) on the base completions", "KL by category", "KL by category and position, before", "KL by category and position, after",
     "Share of the KL by category and position",
 ]  # fmt: skip
 """Plots on the page of `write_run_profile`, in order."""
@@ -162,8 +162,8 @@ def _probe(step: int, steps: int) -> dict[str, float]:
         return {}
     return {
         "eval/reward/exact": 0.3, "eval/reward/length": 0.1, "eval/truncated_share": 0.1, "probe/cap_rate": 0.1,
-        "probe/loop_share": 0.0, "probe/repeated_share": 0.05, "probe/distinct_2": 0.8, "probe/length_p10": 60,
-        "probe/length_p50": 130, "probe/length_p90": 400, "probe/alarms": 0, "time/probe_s": 8.0,
+        "probe/loop_share": 0.0, "probe/repeated_share": 0.05, "probe/eos_prob": 0.007, "probe/distinct_2": 0.8,
+        "probe/length_p10": 60, "probe/length_p50": 130, "probe/length_p90": 400, "probe/alarms": 0, "time/probe_s": 8.0,
     }  # fmt: skip
 
 
@@ -297,6 +297,13 @@ def write_run_profile(folder: Path) -> Path:
             "base": _completions(90, 1.0), "trained": _completions(70, 0.7, boxed={"share_many": 0.1, "mean_count": 0.9}),
             "teacher": _completions(100, 1.1),
         },
+        "stops": {
+            "temperature": 0.7,
+            "models": {
+                name: {"mean": mean, "by_position": [mean * i / 5 for i in range(10)]}
+                for name, mean in (("base", 0.011), ("trained", 0.014), ("teacher", 0.00004))
+            },
+        },
         "categories": {
             "before": _category_table(own_starts, 1.0), "after": _category_table(own_starts, 0.7),
             "ratios": {name: None if name == "latex" else _estimated(0.7) for name in _CATEGORIES},
@@ -349,9 +356,10 @@ def _completions(median: int, spread: float, boxed: dict[str, float] | None = No
     stats = {"p10": ordered[6], "p50": ordered[32], "p90": ordered[57], "mean": sum(lengths) / 64}
     report = {
         "num_completions": 64, "max_completion_length": 160, "cap_rate": 0.1, "periodic_tail": 0.03, "repeated": 0.05,
-        "distinct_2": 0.9, "lengths": stats, "eos_prob": None, "boxed": boxed,
+        "distinct_2": 0.9, "lengths": stats, "eos_prob": 1 / median, "boxed": boxed,
     }  # fmt: skip
-    return {"report": report, "lengths": lengths}
+    accuracy = None if boxed is None else {"first": 0.52, "last": 0.48, "relaxed": 0.53, "num_completions": 64}
+    return {"report": report, "lengths": lengths, "boxed_accuracy": accuracy}
 
 
 def _category_table(starts: list[int], scale: float) -> dict[str, Any]:

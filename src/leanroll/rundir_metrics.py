@@ -156,6 +156,10 @@ SCHEMA: dict[str, Metric] = {
         "share", "Tokens in a block of 16 that occurred before in the same completion, mean."
     ),
     "probe/distinct_2": Metric("share", "Different pairs of neighbouring tokens of all pairs, mean over completions."),
+    "probe/eos_prob": Metric(
+        "1",
+        "Probability of a stop token, all of them together, before each token is drawn; mean over tokens of probe completions.",
+    ),
     "probe/length_p10": Metric("tokens", "10th percentile of the length of probe completions."),
     "probe/length_p50": Metric("tokens", "Median length of probe completions."),
     "probe/length_p90": Metric("tokens", "90th percentile of the length of probe completions."),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM
 
 from leanroll.cli.main import main
 from leanroll.config import to_toml
@@ -290,6 +291,44 @@ def test_collapse_guard(
     monkeypatch.undo()
     again = distill.run(config, resume=True, quiet=True)
     assert again.last_step == 6
+
+
+def test_p_eos_of_probes(models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before training and after it, from all logits of the models on disk; it is in the baseline that a resumed run reads."""
+    probe, probed = guard.CollapseGuard._probe, []
+
+    def found(self: guard.CollapseGuard) -> Any:
+        report = probe(self)
+        probed.append(self.groups)
+        return report
+
+    monkeypatch.setattr(guard.CollapseGuard, "_probe", found)
+    run = tmp_path / "run"
+    changes = {
+        "rollout__temperature": 0.7,
+        "guard__every": 2,
+        "guard__num_prompts": 3,
+        "train__micro_batch_tokens": 160,
+    }
+    distill.run(recipe(models, run, train__steps=2, optimizer__learning_rate=0.05, **changes, **QUICK), quiet=True)
+    trained = AutoPeftModelForCausalLM.from_pretrained(run / "checkpoints" / "latest" / "policy", local_files_only=True)
+    plain = AutoModelForCausalLM.from_pretrained(models[0], local_files_only=True)
+    values = []
+    for record, groups, model in zip(
+        (r for r in metrics(run) if "probe/eos_prob" in r), probed, (plain, trained), strict=True
+    ):
+        probs = []
+        for group in groups:
+            for rollout in group.rollouts:
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*group.prompt.token_ids, *rollout.token_ids]])).logits[0]
+                first = len(group.prompt.token_ids)
+                probs += (logits[first - 1 : -1] / 0.7).softmax(-1)[:, 2].tolist()
+        assert record["probe/eos_prob"] == pytest.approx(sum(probs) / len(probs), rel=1e-4)
+        values.append(record["probe/eos_prob"])
+    assert len(probed[0]) == 3
+    assert values[0] != pytest.approx(values[1], rel=1e-2), "it could be one model"
+    assert json.loads((run / "eval" / guard.BASELINE).read_text())["eos_prob"] == values[0]
 
 
 def test_roll_back_needs_checkpoints(models: tuple[Path, Path], tmp_path: Path) -> None:

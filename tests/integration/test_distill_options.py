@@ -126,6 +126,7 @@ class TestAdaptiveTokens:
         killed_in_step(4, recipe(models, broken, **changes))
         distill.run(recipe(models, broken, **changes), resume=True, quiet=True)
         assert metrics(broken) == records
+        assert all(r["probe/eos_prob"] > 0 for r in records)
 
     @pytest.mark.parametrize("top_k", [None, 259])
     def test_kl_of_probes(self, models: tuple[Path, Path], tmp_path: Path, top_k: int | None) -> None:

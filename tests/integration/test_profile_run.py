@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from leanroll.cli.main import main
 from leanroll.config import RunProfileConfig, load_config, to_toml, validate
@@ -134,19 +137,84 @@ def test_both_students_are_the_models_on_disk(run: Path, models: tuple[Path, Pat
         np.testing.assert_allclose(row[name], expected.reverse_kl.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_with_numbers_of_their_own_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
-    for name in ("train", "held_out"):
-        rows = [{"prompt": f"{name} {i}", "answer": "1", "num_tokens": 1 + i % 4} for i in range(8)]
-        (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"distill__per_prompt_tokens": True, "distill__num_tokens": None, "train__steps": 1}
-    task = {
-        "task__name": "jsonl",
-        "task__path": str(tmp_path / "train.jsonl"),
-        "task__eval_path": str(tmp_path / "held_out.jsonl"),
+def test_p_eos_is_that_of_the_models_on_disk(run: Path, found: dict[str, Any], models: tuple[Path, Path]) -> None:
+    """By token, from all logits: before a token is drawn, at the temperature of sampling (1 here)."""
+    saved = run / "checkpoints" / "latest" / "policy"
+    base, trained, teacher = (
+        AutoModelForCausalLM.from_pretrained(models[0], local_files_only=True),
+        AutoPeftModelForCausalLM.from_pretrained(saved, local_files_only=True),
+        AutoModelForCausalLM.from_pretrained(models[1], local_files_only=True),
+    )
+    encoder = load_policy(models[0], dtype="float32")
+
+    def probs(model: Any, row: dict[str, Any]) -> np.ndarray:
+        prompt = encoder.encode_chat([{"role": "user", "content": row["prompt"]}])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *row["token_ids"]]])).logits[0, len(prompt) - 1 : -1]
+        values: np.ndarray = logits.softmax(-1)[:, 2].numpy()
+        return values
+
+    on_base = {
+        "base": (base, "eos_prob"),
+        "trained": (trained, "trained_eos_prob"),
+        "teacher": (teacher, "teacher_eos_prob"),
     }
-    found = profiled(train(models, tmp_path / "run", **own, **task), tmp_path / "profile")
-    (finding,) = (f for f in found["findings"] if f["name"] == "trained positions")
-    assert f"{found['trained_tokens']} tokens is the most of any prompt" in finding["text"]
+    for name, (model, column) in on_base.items():
+        expected = [probs(model, row) for row in lines(run, "base")]
+        for row, values in zip(lines(run, "base"), expected, strict=True):
+            np.testing.assert_allclose(row[column], values, rtol=1e-4, atol=1e-6)
+        stops = found["stops"]["models"][name]
+        assert stops["mean"] == pytest.approx(np.concatenate(expected).mean(), rel=1e-4)
+        assert stops["by_position"][0] == pytest.approx(np.concatenate([v[:4] for v in expected]).mean(), rel=1e-4)
+    for name, model in (("base", base), ("trained", trained), ("teacher", teacher)):
+        own = np.concatenate([probs(model, row) for row in lines(run, name)])
+        assert found["completions"][name]["report"]["eos_prob"] == pytest.approx(own.mean(), rel=1e-4)
+    assert found["stops"]["temperature"] == 1.0
+    page = (run / "profile" / "profile.html").read_text()
+    assert f"{found['completions']['trained']['report']['eos_prob']:.3g}" in page
+    assert "<td>last \\boxed right, share</td><td>n/a</td><td>n/a</td><td>n/a</td>" in page.replace(' class="n"', "")
+
+
+@pytest.fixture(scope="module")
+def from_rows(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Rows with numbers of tokens of their own and the answers 0, 1, …; the trained student boxes its answer and then 3."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name in ("train", "held_out"):
+        rows = [{"prompt": f"{name} {i}", "answer": str(i), "num_tokens": 1 + i % 4} for i in range(8)]
+        (folder / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "distill__per_prompt_tokens": True, "distill__num_tokens": None, "train__steps": 1, "task__name": "jsonl",
+        "task__path": str(folder / "train.jsonl"), "task__eval_path": str(folder / "held_out.jsonl"),
+        "task__params": {"scoring": "numeric"},
+    }  # fmt: skip
+    run = train(models, folder / "run", **changes)
+    complete = profile_run.complete
+
+    def boxing(*args: Any, phase: str, **kwargs: Any) -> Any:
+        groups, rate = complete(*args, phase=phase, **kwargs)
+        if phase.endswith("trained"):
+            for i, g in enumerate(groups):
+                text = rf"\boxed{{{g.prompt.index}}}" + r" \boxed{3}" * (g.prompt.index > 0)
+                groups[i] = replace(g, rollouts=(replace(g.rollouts[0], text=text),))
+        return groups, rate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_run, "complete", boxing)
+        return profiled(run, folder / "profile")
+
+
+def test_prompts_with_numbers_of_their_own_are_named(from_rows: dict[str, Any]) -> None:
+    (finding,) = (f for f in from_rows["findings"] if f["name"] == "trained positions")
+    assert f"{from_rows['trained_tokens']} tokens is the most of any prompt" in finding["text"]
+
+
+def test_boxed_answers_are_those_of_the_prompts(from_rows: dict[str, Any]) -> None:
+    """Prompts 0 … 4: all first boxes are right, the last ones of prompts 0 and 3."""
+    completions = from_rows["completions"]
+    assert completions["base"]["boxed_accuracy"] is None, "no box"
+    assert completions["trained"]["boxed_accuracy"] == {
+        "first": 1.0, "last": 0.4, "relaxed": 1.0, "num_completions": 5
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["new adapter", "adapter continued", "all weights", "moving teacher"])

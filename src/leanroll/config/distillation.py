@@ -118,6 +118,12 @@ class GuardConfig(Section):
     max_length_factor: Float = Field(
         3.0, ge=1, description="Largest factor by which the median length may grow or shrink."
     )
+    max_eos_factor: Float = Field(
+        4.0,
+        ge=1,
+        description="Largest factor by which P(EOS), the mean probability per token of stopping there, may fall. Computing it "
+        "takes one scoring forward over each probe's completions.",
+    )
 
 
 class AdaptConfig(Section):

@@ -138,6 +138,7 @@ INERT_RULES = (
             "guard.max_loop_rise",
             "guard.max_repeat_rise",
             "guard.max_length_factor",
+            "guard.max_eos_factor",
         ),
         lambda c: c.guard.every == 0,
         "guard.every is 0 (no guard)",

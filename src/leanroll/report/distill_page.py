@@ -140,6 +140,12 @@ _PROBES = (
         "Shares, full-length completions of held-out prompts",
     ),
     Panel(
+        "P(EOS)",
+        (("probe/eos_prob", "any stop token"),),
+        "Probability of stopping per token, full-length completions of held-out prompts",
+        from_zero=True,
+    ),
+    Panel(
         "Full-length completions",
         (
             ("probe/length_p10", "10th percentile"),

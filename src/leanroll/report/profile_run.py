@@ -24,8 +24,9 @@ def run_parts(found: dict[str, Any]) -> list[str]:
         grid([_commitment_figure(found)]),
         _commitment_table(found),
         "<h2>Completions</h2>",
-        grid(_length_figures(found)),
+        grid([*_length_figures(found), *_stop_figure(found)]),
         _collapse_table(found),
+        _how_stops_count(found),
         "<h2>Categories of tokens</h2>",
         grid(_category_figures(found)),
         _category_table(found),
@@ -217,13 +218,18 @@ def _length_figures(found: dict[str, Any]) -> list[str]:
 
 
 def _collapse_table(found: dict[str, Any]) -> str:
-    reports = [
-        (label, found["completions"][name]["report"]) for name, label, _ in _WHOSE if name in found["completions"]
-    ]
+    whose = [(name, label) for name, label, _ in _WHOSE if name in found["completions"]]
+    on_base = found.get("stops", {}).get("models", {})  # not in profiles of older versions
 
-    def row(name: str, value: Any, form: str = ".3f") -> list[str]:
-        cells = [value(report) for _, report in reports]
-        return [name, *("n/a" if cell is None else format(cell, form) for cell in cells)]
+    def of_model(label: str, value: Any, form: str = ".3f") -> list[str]:
+        cells = [value(name, found["completions"][name]) for name, _ in whose]
+        return [label, *("n/a" if cell is None else format(cell, form) for cell in cells)]
+
+    def row(label: str, value: Any, form: str = ".3f") -> list[str]:
+        return of_model(label, lambda _, made: value(made["report"]), form)
+
+    def accuracy(label: str, key: str) -> list[str]:
+        return of_model(label, lambda _, made: (made.get("boxed_accuracy") or {}).get(key))
 
     def boxed(key: str) -> Any:
         return lambda r: None if r["boxed"] is None else r["boxed"][key]
@@ -238,8 +244,44 @@ def _collapse_table(found: dict[str, Any]) -> str:
         row("different pairs of tokens, share", lambda r: r["distinct_2"]),
         row(r"\boxed per completion", boxed("mean_count"), ".2f"),
         row(r"with two \boxed or more, share", boxed("share_many")),
+        accuracy(r"first \boxed right, share", "first"),
+        accuracy(r"last \boxed right, share", "last"),
+        accuracy(r"any \boxed right, share", "relaxed"),
+        row("P(EOS) per token", lambda r: r["eos_prob"], ".3g"),
+        of_model("P(EOS) per token, base completions", lambda name, _: on_base.get(name, {}).get("mean"), ".3g"),
     ]  # fmt: skip
-    return table(["", *(label for label, _ in reports)], rows)
+    return table(["", *(label for _, label in whose)], rows)
+
+
+def _stop_figure(found: dict[str, Any]) -> list[str]:
+    """Nothing for a profile of an older version."""
+    if "stops" not in found:
+        return []
+    width, models = found["bin_tokens"], found["stops"]["models"]
+
+    def paint(axes: Any) -> None:
+        for name, label, color in _WHOSE:
+            values = models[name]["by_position"]
+            _steps(axes, [i * width for i in range(len(values) + 1)], values, label=label, color=color)
+        _shade(axes, found, width * len(values))
+        axes.set_ylim(0, None)
+
+    note = (
+        "Probability that a stop token is drawn at this token, mean over the completions that go so far, in bins of "
+        f"{width} positions; shaded: trained"
+    )
+    return [plot("P(EOS) on the base completions", paint, note=note, x_label=_POSITION, y_label="probability")]
+
+
+def _how_stops_count(found: dict[str, Any]) -> str:
+    if "stops" not in found:
+        return ""
+    what = (
+        "P(EOS) is the probability, before a token is drawn, that it is a stop token (all of the model's together), at temperature "
+        f"{found['stops']['temperature']:g} and before top-k, top-p and min-p; mean over tokens. Base completions: the same tokens "
+        r"for all, those of the student before training. A completion without a \boxed counts as not right."
+    )
+    return f"<p>{html.escape(what)}</p>"
 
 
 def _category_figures(found: dict[str, Any]) -> list[str]:

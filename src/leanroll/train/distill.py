@@ -19,6 +19,7 @@ import numpy as np
 
 from leanroll.config import DistillConfig
 from leanroll.errors import ConfigError, RolloutError, TeacherError
+from leanroll.measure.stops import rollout_stop_probs
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import EVAL, FULL_STEP, TEACHER_EVAL, RunDir, read_json, write_json
 from leanroll.rundir_storage import storing
@@ -347,7 +348,17 @@ class DistillTrainer(Trainer[DistillConfig, DistillBatch]):
         prompts = self.encoder.encode(self._probe_items)
         sampling = replace(self.sampling, max_completion_length=self.config.rollout.max_completion_length)
         self.engine.check(prompts, sampling)
-        return CollapseGuard(options, self.engine, prompts, sampling, self.display)
+        stops = partial(
+            rollout_stop_probs, self.policy, sampling=sampling, max_tokens=self.config.train.micro_batch_tokens
+        )
+        return CollapseGuard(
+            options,
+            self.engine,
+            prompts,
+            sampling,
+            self.display,
+            lambda groups: self.ranks.split(groups, stops, "P(EOS) of probes"),
+        )
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}"]

@@ -7,10 +7,12 @@ other metric of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from leanroll.config import GuardConfig
 from leanroll.errors import ResumeError, RolloutError
@@ -38,9 +40,12 @@ class CollapseGuard:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         display: RunDisplay,
+        eos_probs: Callable[[Sequence[RolloutGroup]], Sequence[np.ndarray]],
     ) -> None:
-        """prompts: what is probed. sampling: as in training, but for the full length."""
+        """prompts: what is probed. sampling: as in training, but for the full length. eos_probs: P(EOS) [T] of the policy as it is
+        now, per rollout of the flattened groups (`measure.stops`)."""
         self._config, self._engine, self._prompts, self._display = config, engine, prompts, display
+        self._eos_probs = eos_probs
         self._sampling = replace(sampling, seed=sampling.seed + 1)  # not the completions that a step trains on
         self._baseline: CollapseReport | None = None
         self.last_calm = 0
@@ -65,6 +70,10 @@ class CollapseGuard:
                 f"{path}, with the probe of the start, cannot be read ({error}); the guard has nothing to compare with. Restore "
                 "the file, or start a new run."
             ) from error
+        if self._baseline.eos_prob is None:
+            self._display.say(
+                f"note: {path} is of an older version, without P(EOS); the guard does not compare that in this run."
+            )
 
     def is_due(self, step: int) -> bool:
         return step % self._config.every == 0
@@ -78,6 +87,7 @@ class CollapseGuard:
             periodic_tail=self._config.max_loop_rise,
             repeated=self._config.max_repeat_rise,
             length_factor=self._config.max_length_factor,
+            eos_factor=self._config.max_eos_factor,
         )
         alarms = [alarm.reason for alarm in compare(self._baseline, report, limits)]
         if not alarms:
@@ -96,7 +106,9 @@ class CollapseGuard:
                 f"No probe completion could be generated. First reason: {self.groups[0].failures[0].reason} Lower "
                 "rollout.max_completion_length, or turn the guard off."
             )
-        return CollapseReport.of(rollouts, self._sampling.max_completion_length)
+        with self._display.phase("probe"):
+            eos_probs = self._eos_probs(self.groups)
+        return CollapseReport.of(rollouts, self._sampling.max_completion_length, eos_probs=eos_probs)
 
 
 def metrics_of(report: CollapseReport) -> dict[str, float]:
@@ -111,6 +123,8 @@ def metrics_of(report: CollapseReport) -> dict[str, float]:
     }
     if report.distinct_2 is not None:
         metrics["probe/distinct_2"] = report.distinct_2
+    if report.eos_prob is not None:
+        metrics["probe/eos_prob"] = report.eos_prob
     return metrics
 
 

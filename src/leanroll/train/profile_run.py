@@ -1,11 +1,11 @@
 """After a distillation: `run(run_dir, config)` is what `leanroll profile RUN_DIR` does.
 
 Held-out prompts → full completions of the student before training (the fixed base rollouts), of the trained student (same prompts,
-same seeds) and of the teacher → KL of both students on the base rollouts, and of each on its own → cascade (D4), commitment (D6),
-lengths and signs of collapse (D7, D8), categories of tokens (D9). Nothing is trained. The folder:
+same seeds) and of the teacher → KL and P(EOS) of both students on the base rollouts, and of each on its own → cascade (D4),
+commitment (D6), lengths and signs of collapse (D7, D8), categories of tokens (D9). Nothing is trained. The folder:
 
   profile.json         everything that was found; also what the page is drawn from
-  trajectories.jsonl   per completion: whose, text, categories of its tokens, KL and entropies by token under each student
+  trajectories.jsonl   per completion: whose, text, categories of its tokens, KL, entropies and P(EOS) by token under each student
   profile.html         the page
   config.toml, environment.json
 
@@ -22,13 +22,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from leanroll.config import DistillConfig, RunProfileConfig, read_resolved
+from leanroll.config import DistillConfig, RewardConfig, RunProfileConfig, read_resolved
 from leanroll.errors import ConfigError, RolloutError
 from leanroll.measure.bootstrap import Estimate
+from leanroll.measure.boxed import BoxedAccuracy, boxed_accuracy, boxed_scorer
 from leanroll.measure.categories import category_kl, category_ratios, token_categories
 from leanroll.measure.collapse import CollapseReport, compare
 from leanroll.measure.commitment import TOP_SHARE, TokenScores, commitment
 from leanroll.measure.positions import Cascade, OwnCascade, cascade, own_cascade
+from leanroll.measure.stops import position_means, stop_probs
+from leanroll.models import Policy
 from leanroll.rollout.schedule import BudgetSchedule
 from leanroll.rundir import PROFILE, PROFILE_PAGE, TRAJECTORIES, RunDir, write_json, write_jsonl
 from leanroll.tasks import TaskItem
@@ -37,6 +40,7 @@ from leanroll.train.checkpoint import read_state
 from leanroll.train.preflight import Finding, Preflight
 from leanroll.train.profile_record import CURVES, plain, records, teacher_name
 from leanroll.train.profile_stages import (
+    EOS_PROB,
     check_folder,
     complete,
     divergence_by_rollout,
@@ -46,7 +50,7 @@ from leanroll.train.profile_stages import (
 )
 from leanroll.train.profile_students import Student, find_checkpoint, load_students, trained_tokens
 from leanroll.train.progress import RunDisplay
-from leanroll.types import Prompt, RolloutGroup
+from leanroll.types import Prompt, RolloutGroup, SamplingParams
 
 BASE, TRAINED, TEACHER = "base", "trained", "teacher"
 """The student before training, after it, and the teacher: keys of profile.json."""
@@ -54,6 +58,7 @@ FOLDER = "profile"
 """In the run directory: where the results go unless the recipe says otherwise."""
 
 _FIELDS = (*CURVES, "student_top1", "teacher_rank")
+_TEACHER_EOS = "teacher_eos_prob"
 _FROM_THE_START = ("all", "increasing", "equal_weight_full")  # selections that train every token generated
 
 Scores = Mapping[str, Sequence[np.ndarray]]
@@ -140,7 +145,7 @@ class _RunProfiler:
         self.step = int(read_state(checkpoint)["step"])
         self.trained = trained_tokens(recipe, run_dir.read_metrics(), self.step)
         self.schedule = setup.build_schedule(config.rollout)
-        task = setup.build_task(config.task)
+        self.task = task = setup.build_task(config.task)
         count = config.profile.num_prompts
         if task.num_eval is not None and task.num_eval < count:
             raise ConfigError(
@@ -167,7 +172,7 @@ class _RunProfiler:
             )
         findings += self._notes()
         groups = self._complete(preflight, findings)
-        reports = {name: self._report(made) for name, made in groups.items()}
+        accuracies = self._boxed(groups)
         scores = self._score(groups[BASE], self.students, preflight)
         kl = {name: values["reverse_kl"] for name, values in scores.items()}
         settings: dict[str, Any] = {"level": options.level, "seed": options.seed}
@@ -178,6 +183,10 @@ class _RunProfiler:
         fresh = own_cascade(kl[BASE], own["reverse_kl"], options.bin_tokens, self.trained, **settings)
         self.display.step_done(4, f"on own completions · {_kl_line({BASE: kl[BASE], TRAINED: own['reverse_kl']})}")
 
+        eos_probs = {BASE: scores[BASE][EOS_PROB], TRAINED: own[EOS_PROB]}
+        if TEACHER in groups:
+            eos_probs[TEACHER] = self._teacher_eos(groups[TEACHER])
+        reports = {name: self._report(made, eos_probs[name]) for name, made in groups.items()}
         categories = self._categories(groups[BASE])
         by_category = {
             name: category_kl(categories, values, bin_tokens=options.bin_tokens, **settings)
@@ -206,7 +215,11 @@ class _RunProfiler:
             "findings": findings,
             "cascade": {"base": fixed, "own": fresh},
             "commitment": {"top_share": TOP_SHARE, "models": commitment(_flat(scores))},
-            "completions": {name: {"report": reports[name], "lengths": _lengths(made)} for name, made in groups.items()},
+            "completions": {
+                name: {"report": reports[name], "lengths": _lengths(made), "boxed_accuracy": accuracies[name]}
+                for name, made in groups.items()
+            },
+            "stops": self._stops(scores),
             "categories": {
                 "before": by_category[BASE],
                 "after": by_category[TRAINED],
@@ -243,9 +256,12 @@ class _RunProfiler:
             found.append(Finding("moving teacher", "warning", text))
         return found
 
+    def _sampling_of_students(self, preflight: Preflight) -> SamplingParams:
+        return replace(self.sampling, forbidden_token_ids=preflight.forbidden)
+
     def _complete(self, preflight: Preflight, findings: list[Finding]) -> dict[str, list[RolloutGroup]]:
         """Completions by whose they are; the students' of the same prompts, those that both could complete."""
-        sampling = replace(self.sampling, forbidden_token_ids=preflight.forbidden)
+        sampling = self._sampling_of_students(preflight)
         made: dict[str, list[RolloutGroup]] = {}
         for name, student in self.students.items():
             with student.active() as policy:
@@ -279,7 +295,7 @@ class _RunProfiler:
             engine = setup.build_engine(
                 policy, BudgetSchedule.dense(), rollout.model_copy(update={"schedule": "dense"})
             )
-            sampling = setup.sampling_params(policy, rollout, seed=self.config.profile.seed)
+            sampling = self._sampling_of_teacher(policy)
             groups, _ = complete(
                 engine, self.teacher_prompts, sampling, self._batch_size, self.display, phase="completions, teacher"
             )
@@ -290,19 +306,71 @@ class _RunProfiler:
         groups = [g for g in groups if g.rollouts]
         return {TEACHER: groups} if groups else {}
 
-    def _report(self, groups: Sequence[RolloutGroup]) -> CollapseReport:
-        return CollapseReport.of([g.rollouts[0] for g in groups], self.config.rollout.max_completion_length)
+    def _report(self, groups: Sequence[RolloutGroup], eos_probs: Sequence[np.ndarray]) -> CollapseReport:
+        limit = self.config.rollout.max_completion_length
+        return CollapseReport.of([g.rollouts[0] for g in groups], limit, eos_probs=eos_probs)
+
+    def _boxed(self, groups: Mapping[str, Sequence[RolloutGroup]]) -> dict[str, BoxedAccuracy | None]:
+        """By whose completions; None where there is no box, or the task does not compare answers."""
+        scorer, items = boxed_scorer(self.task), {item.index: item for item in self.items}
+        if scorer is None:
+            return dict.fromkeys(groups)
+        task = self.config.task.model_copy(update={"rewards": (RewardConfig(name=scorer.name),)})
+        with self.display.phase("boxed answers"), setup.build_rewards(task, self.task) as rewards:
+            return {
+                name: boxed_accuracy([items[g.prompt.index] for g in made], [g.rollouts[0].text for g in made], rewards)
+                for name, made in groups.items()
+            }
+
+    def _teacher_eos(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """The teacher's P(EOS) by token on its own completions, [T] each."""
+        student, found = self.students[TRAINED], []
+        with self.display.phase("teacher"), student.active():
+            for start in range(0, len(groups), self._batch_size):
+                self.display.advance(start, len(groups))
+                part = groups[start : start + self._batch_size]
+                most = self.config.profile.micro_batch_tokens
+                found += self._eos_of_states(
+                    student, student.teacher.hidden_states(part, [g.prompt for g in part], most)
+                )
+        return found
+
+    def _eos_of_states(self, student: Student, states: Sequence[Tensor]) -> list[np.ndarray]:
+        """The same from its hidden states [T, H] per completion."""
+        with student.teacher.scoring() as policy:
+            sampling = self._sampling_of_teacher(policy)
+            return [stop_probs(s, policy.head, sampling).cpu().numpy().astype(np.float64) for s in states]
+
+    def _sampling_of_teacher(self, policy: Policy) -> SamplingParams:
+        return setup.sampling_params(policy, self.config.rollout, seed=self.config.profile.seed)
+
+    def _stops(self, scores: Mapping[str, Scores]) -> dict[str, Any]:
+        """P(EOS) of all three on the same tokens, the base rollouts: mean over them, and by position."""
+        width = self.config.profile.bin_tokens
+        whose = {name: scores[name][EOS_PROB] for name in (BASE, TRAINED)} | {TEACHER: scores[TRAINED][_TEACHER_EOS]}
+        return {
+            "temperature": self.sampling.temperature or 1.0,
+            "models": {
+                name: {"mean": float(np.concatenate(probs).mean()), "by_position": position_means(probs, width)}
+                for name, probs in whose.items()
+            },
+        }
 
     def _score(
         self, groups: Sequence[RolloutGroup], students: Mapping[str, Student], preflight: Preflight
     ) -> dict[str, dict[str, list[np.ndarray]]]:
         """Per student, what it and its teacher say to the same completions."""
         moves = self.config.teacher.weights == "current"
-        scores: dict[str, dict[str, list[np.ndarray]]] = {name: {f: [] for f in _FIELDS} for name in students}
+        sampling = self._sampling_of_students(preflight)
+        fields = (*_FIELDS, EOS_PROB)
+        scores: dict[str, dict[str, list[np.ndarray]]] = {
+            name: {field: [] for field in (*fields, _TEACHER_EOS)} for name in students
+        }
         for start in range(0, len(groups), self._batch_size):
             part = groups[start : start + self._batch_size]
             prompts = self.teacher_prompts[start : start + self._batch_size]
             states: tuple[Tensor, ...] | None = None
+            teacher_eos: list[np.ndarray] = []
             for name, student in students.items():
                 with student.active() as policy:
                     if states is None or moves:
@@ -311,13 +379,22 @@ class _RunProfiler:
                             states = student.teacher.hidden_states(
                                 part, prompts, self.config.profile.micro_batch_tokens
                             )
+                            teacher_eos = self._eos_of_states(student, states)
                     with self.display.phase(f"score, {name}"):
                         self.display.advance(start, len(groups))
                         found = divergence_by_rollout(
-                            policy, student.teacher, part, states, preflight.vocabulary, self.config, _FIELDS
+                            policy,
+                            student.teacher,
+                            part,
+                            states,
+                            preflight.vocabulary,
+                            self.config,
+                            _FIELDS,
+                            sampling=sampling,
                         )
-                for field in _FIELDS:
+                for field in fields:
                     scores[name][field] += [values[field] for values in found]
+                scores[name][_TEACHER_EOS] += teacher_eos
         return scores
 
     def _categories(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
@@ -334,10 +411,11 @@ class _RunProfiler:
     ) -> Iterator[dict[str, Any]]:
         """trajectories.jsonl: the base rollouts under both students, then each other's own."""
         before, after = scores[BASE], scores[TRAINED]
-        columns = {name: before[name] for name in CURVES}
-        columns |= {f"trained_{name}": after[name] for name in ("reverse_kl", "student_entropy")}
+        columns = {name: before[name] for name in (*CURVES, EOS_PROB)}
+        columns |= {f"trained_{name}": after[name] for name in ("reverse_kl", "student_entropy", EOS_PROB)}
+        columns[_TEACHER_EOS] = after[_TEACHER_EOS]
         yield from records(groups[BASE], {**columns, "categories": categories}, model=BASE)
-        yield from records(groups[TRAINED], {name: own[name] for name in CURVES}, model=TRAINED)
+        yield from records(groups[TRAINED], {name: own[name] for name in (*CURVES, EOS_PROB)}, model=TRAINED)
         yield from records(groups.get(TEACHER, []), {}, model=TEACHER)
 
 

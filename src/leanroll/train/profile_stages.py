@@ -20,6 +20,7 @@ from leanroll.losses.distill import Divergence, divergence
 from leanroll.losses.vocabulary import SharedVocabulary
 from leanroll.measure.logprobs import batch_hidden, split_by_sample
 from leanroll.measure.packing import pack
+from leanroll.measure.stops import stop_probs
 from leanroll.models import Policy
 from leanroll.rollout.engine import RolloutEngine
 from leanroll.rundir import CONFIG, ENVIRONMENT, staged_folder, write_json, write_text
@@ -27,6 +28,9 @@ from leanroll.train.preflight import Finding, Preflight, examine
 from leanroll.train.progress import RunDisplay
 from leanroll.train.teacher import Teacher
 from leanroll.types import Prompt, RolloutGroup, SamplingParams
+
+EOS_PROB = "eos_prob"
+"""P(EOS) by token, beside the statistics of the divergence."""
 
 
 def check_folder(path: str | Path) -> Path:
@@ -132,8 +136,11 @@ def divergence_by_rollout(
     vocabulary: SharedVocabulary,
     config: ProfileConfig,
     fields: Sequence[str],
+    *,
+    sampling: SamplingParams | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Per group, of one completion each: fields of `losses.distill.Divergence`, [T] each.
+    """Per group, of one completion each: fields of `losses.distill.Divergence`, [T] each; with `sampling` also the student's P(EOS)
+    under it, as `eos_prob`.
 
     The student's states are computed first, in the mode that its adapter is in, then both heads.
 
@@ -154,7 +161,10 @@ def divergence_by_rollout(
                 kl_temperature=config.distill.kl_temperature,
                 vocabulary=vocabulary,
             )
-        for name in fields:
-            for sample, values in split_by_sample(getattr(result, name), batch).items():
+        flat = {name: getattr(result, name) for name in fields}
+        if sampling is not None:
+            flat[EOS_PROB] = stop_probs(hidden, student.head, sampling)
+        for name, statistic in flat.items():
+            for sample, values in split_by_sample(statistic, batch).items():
                 found[sample][name] = values.cpu().numpy().astype(np.int64 if name == "teacher_rank" else np.float64)
     return found

@@ -63,7 +63,7 @@ def test_page_is_whole_and_self_contained(tmp_path: Path) -> None:
 def test_interrupted_without_evaluation(tmp_path: Path) -> None:
     page = page_of(write_distillation(tmp_path / "run", done=7, evaluated=False))
     held_out = {"Reward", "Rewards by name", "Held-out completion length", "Signs of collapse"}
-    assert plots(page) == [t for t in DISTILL_PLOTS if t not in {*held_out, "Full-length completions"}]
+    assert plots(page) == [t for t in DISTILL_PLOTS if t not in {*held_out, "P(EOS)", "Full-length completions"}]
     text = text_of(page)
     assert "7 of 24 steps done." in text
     assert "No held-out evaluation." in text
