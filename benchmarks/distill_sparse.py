@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups-per-step", type=int, default=4)
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--r", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--tail-weighting", choices=("none", "cvar", "one_minus_alpha"), default="none")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

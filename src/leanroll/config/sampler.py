@@ -28,7 +28,7 @@ class SamplerAdapterConfig(Section):
         description="Folder of a sampler adapter to continue from (`leanroll calibrate --distill-sparse` makes one); its own r, "
         "alpha and targets count. None: a new one, if r is set.",
     )
-    learning_rate: Float = Field(5e-4, gt=0, le=1, description="Learning rate of the sampler's adapter, constant.")
+    learning_rate: Float = Field(2e-4, gt=0, le=1, description="Learning rate of the sampler's adapter, constant.")
     kl_weight: Float = Field(
         1.0, ge=0, description="lambda: weight of the KL of the sparse sampler to the dense policy. 0: no KL."
     )
