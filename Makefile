@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
-.PHONY: venv quickstart test lint format clean
+.PHONY: venv quickstart test lint suite format clean
 
 venv: $(VENV)/.built
 
@@ -33,7 +33,11 @@ $(VENV)/.built: $(VENV)/.requirements $(NATIVE)
 quickstart: venv
 	$(VENV)/bin/leanroll rl recipes/quickstart.toml
 
-test: lint
+# mypy uses one core and the tests wait now and then: side by side they take less time.
+test: venv
+	@$(MAKE) --no-print-directory -j2 lint suite
+
+suite: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: venv
